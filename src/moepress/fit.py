@@ -1,0 +1,94 @@
+"""Does a recipe fit a model? Everything that can be refused is refused here, before any calibration."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import nn
+
+from moepress.errors import MoepressError
+from moepress.models.layer import MoELayer
+from moepress.recipe import Recipe
+from moepress.registry import did_you_mean
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def check_fit(recipe: Recipe, layers: list[MoELayer]) -> None:
+    if (recipe.keep is None) == (recipe.target_size is None):
+        raise MoepressError("say how small: either keep (8 experts, or 0.5 of them) or target_size (12GB)")
+    if recipe.format == "vanilla":
+        if recipe.router == "redirect":
+            raise MoepressError("a vanilla checkpoint has one router row per expert: use router=keep or router=mean")
+        if not recipe.component("plan.budget").one_count:
+            raise MoepressError("a vanilla checkpoint has one expert count for all layers: use plan.budget=uniform")
+        if recipe.plan.skip not in ("none", []):
+            raise MoepressError("a vanilla checkpoint cannot leave single layers whole: use plan.skip=none")
+        for layer in layers:
+            if not layer.adapter.vanilla:
+                raise MoepressError(f"{layer.name!r}: this family has no vanilla form with fewer experts; use compact")
+    for layer in layers:
+        for name, tensor in layer.bank.tensors().items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise MoepressError(f"layer {layer.name!r}: {name} holds weights that are not finite")
+
+
+def skipped_layers(recipe: Recipe, model: nn.Module, layers: list[MoELayer]) -> set[str]:
+    """Names of the MoE layers that stay whole."""
+    if recipe.plan.skip == "none":
+        return set()
+    if recipe.plan.skip == "auto":
+        # The paper leaves the first MoE layer of Switch's encoder as it is.
+        if getattr(getattr(model, "config", None), "model_type", "") == "switch_transformers":
+            return {next(layer.name for layer in layers if layer.stack == "encoder")}
+        return set()
+    names = [layer.name for layer in layers]
+    for name in recipe.plan.skip:
+        if name not in names:
+            raise MoepressError(f"plan.skip: there is no MoE layer {name!r}: {did_you_mean(name, names)}")
+    return set(recipe.plan.skip)
+
+
+def average_experts(recipe: Recipe, model: nn.Module, layers: list[MoELayer], skipped: set[str]) -> float:
+    """Experts to keep per layer, averaged over the layers that are not skipped."""
+    chosen = [layer for layer in layers if layer.name not in skipped]
+    if not chosen:
+        raise MoepressError("every MoE layer is skipped: there is nothing to merge")
+    experts = min(layer.num_experts for layer in chosen)
+    if recipe.keep is not None:
+        average = recipe.keep * experts if isinstance(recipe.keep, float) else float(recipe.keep)
+        if average > experts:
+            raise MoepressError(f"keep={recipe.keep} is more than the {experts} experts that a layer has")
+        if round(average * len(chosen)) < len(chosen):
+            raise MoepressError(f"keep={recipe.keep} leaves less than one of {experts} experts a layer")
+        return average
+    target = parse_size(str(recipe.target_size))
+    per_expert = {layer.name: _bytes(layer) / layer.num_experts for layer in chosen}
+    other = sum({p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}.values())
+    other -= sum(_bytes(layer) for layer in chosen)
+    average = (target - other) / sum(per_expert.values())
+    if average < 1:
+        least = other + sum(per_expert.values())
+        raise MoepressError(f"target_size {recipe.target_size}: with one expert a layer it would be {human_size(least)}")
+    return min(average, float(experts))
+
+
+def _bytes(layer: MoELayer) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in layer.bank.tensors().values())
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "12GB", "700 MiB", "1.5g"."""
+    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?i?)b?\s*", text.lower())
+    if match is None or match.group(2) not in UNITS or match.group(1).count(".") > 1 or match.group(1) == ".":
+        raise MoepressError(f"{text!r} is not a size: write 12GB or 700MiB")
+    return int(float(match.group(1)) * UNITS[match.group(2)])
+
+
+def human_size(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}" if unit != "B" else f"{size:.0f} B"
+        size /= 1000
+    return f"{size:.3g} TB"

@@ -1,0 +1,42 @@
+"""Weighted averages of aligned experts, summed in float32 (float64 for float64 weights)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moepress.merge.base import MERGES, Merge
+
+
+class Average(Merge):
+    def merge(self, members: list[dict[str, Tensor]], weights: list[float]) -> dict[str, Tensor]:
+        merged = {}
+        for name, first in members[0].items():
+            total = torch.zeros_like(first, dtype=torch.promote_types(first.dtype, torch.float32))
+            for member, weight in zip(members, weights, strict=True):
+                total.add_(member[name].to(total.dtype), alpha=weight)
+            merged[name] = total.to(first.dtype)
+        return merged
+
+
+@MERGES.register("frequency")
+@dataclass(frozen=True)
+class FrequencyAverage(Average):
+    """The average weighted by how often each expert is used. A group that was never used is averaged uniformly."""
+
+    paper = "MC-SMoE, https://arxiv.org/abs/2310.01334"
+
+    def weights(self, usage: list[float]) -> list[float]:
+        total = sum(usage)
+        return [used / total for used in usage] if total > 0 else [1 / len(usage)] * len(usage)
+
+
+@MERGES.register("uniform")
+@dataclass(frozen=True)
+class UniformAverage(Average):
+    """The plain average."""
+
+    paper = "Model soups, https://arxiv.org/abs/2203.05482"
+
+    def weights(self, usage: list[float]) -> list[float]:
+        return [1 / len(usage)] * len(usage)

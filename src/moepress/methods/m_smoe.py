@@ -1,0 +1,38 @@
+from moepress.methods.base import METHODS, Method
+
+
+@METHODS.register("m-smoe")
+class MSMoE(Method):
+    """Merge every expert into the dominant expert that the router treats most alike, aligned and weighted by usage;
+    layers that use more experts keep more."""
+
+    paper = "MC-SMoE, https://arxiv.org/abs/2310.01334"
+    uses = frozenset(
+        {
+            "plan.saliency",
+            "plan.similarity",
+            "plan.budget",
+            "plan.grouping",
+            "plan.skip",
+            "align.method",
+            "align.reference",
+            "align.solver",
+            "merge.operator",
+            "router",
+        }
+    )
+    defaults = {
+        "plan.saliency": "frequency",
+        "plan.similarity": "router-logits",
+        "plan.budget": "adaptive",
+        "plan.grouping": "dominant",
+        "align.method": "weight-matching",
+        "align.reference": "dominant",
+        "align.solver": "scipy",
+        "merge.operator": "frequency",
+        "router": "redirect",
+    }
+    presets = {
+        # Algorithm 1 of the paper aligns every expert to expert 1 before anything is grouped.
+        "paper": {"align.reference": "first"},
+    }

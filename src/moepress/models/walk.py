@@ -1,0 +1,168 @@
+"""`walk`: the MoE layers of a model one at a time, each with its calibration inputs.
+
+All calibration batches go through the model side by side, in lock-step: each runs the model's own forward in a
+greenlet that stops whenever it reaches an MoE block. When every batch has stopped at the same block, the caller gets
+that layer, may look at it, may replace its weights, and only then do the batches go on. So a later layer sees what
+the changed earlier ones compute (sequential mode), nothing is computed twice, and no family needs its forward
+rewritten: masks, positions, relative biases, caches and encoder outputs are simply where Python left them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from greenlet import greenlet
+from torch import Tensor
+
+from moepress.errors import MoepressError, UnsupportedModel
+from moepress.models.find import find_layers
+from moepress.models.layer import LayerBatch, MoELayer
+
+
+@dataclass
+class CalibrationBatch:
+    """Arguments of one forward pass, and which tokens count, by stack ("encoder", "decoder")."""
+
+    inputs: dict[str, Tensor]
+    keep: dict[str, Tensor]
+    domain: str = ""
+
+
+@dataclass
+class _Stop:
+    """A batch waiting in front of a block."""
+
+    layer: MoELayer
+    args: tuple
+    kwargs: dict
+
+
+class _EnoughSeen(BaseException):
+    """Raised inside a forward pass once no further MoE layer is of interest: the rest would be thrown away."""
+
+
+class LayerVisit:
+    """One layer and the batches that wait in front of it."""
+
+    def __init__(
+        self,
+        layer: MoELayer,
+        forward: Callable[..., Any],
+        waiting: dict[int, _Stop],
+        batches: list[CalibrationBatch],
+    ) -> None:
+        self.layer = layer
+        self._forward = forward
+        self._waiting = waiting
+        self._batches = batches
+        self.outputs: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def batches(self) -> Iterator[LayerBatch]:
+        """Run the layer on each waiting batch and show what its router decided. May be called more than once."""
+        for i, stop in self._waiting.items():
+            yield self._observe(i, stop)[0]
+
+    def batches_with_output(self) -> Iterator[tuple[LayerBatch, Tensor]]:
+        """The same with the block's output (T, D), flattened like the tokens."""
+        for i, stop in self._waiting.items():
+            batch, output = self._observe(i, stop)
+            first = output[0] if isinstance(output, tuple) else output
+            yield batch, first.reshape(-1, first.shape[-1])
+
+    def _observe(self, i: int, stop: _Stop) -> tuple[LayerBatch, Any]:
+        output, routing = self.layer.adapter.observe(
+            self.layer.block, lambda: self._forward(*_private(stop.args), **_private(stop.kwargs))
+        )
+        self.outputs[i] = output
+        keep_T = self._batches[i].keep[self.layer.stack].reshape(-1).to(routing.hidden_TD.device)
+        if keep_T.numel() != routing.hidden_TD.shape[0]:
+            raise UnsupportedModel(
+                f"layer {self.layer.name!r} saw {routing.hidden_TD.shape[0]} tokens where the batch has {keep_T.numel()}"
+            )
+        return LayerBatch(routing, keep_T, self._batches[i].domain), output
+
+
+def _private(arguments: Any) -> Any:
+    """A block may change its input in place (jitter, DSA masks); the waiting batch must keep its own."""
+    if isinstance(arguments, dict):
+        return {name: _private(value) for name, value in arguments.items()}
+    if isinstance(arguments, tuple):
+        return tuple(_private(value) for value in arguments)
+    return arguments.clone() if isinstance(arguments, Tensor) and arguments.is_floating_point() else arguments
+
+
+@torch.no_grad()
+def walk(
+    model: torch.nn.Module,
+    batches: list[CalibrationBatch],
+    *,
+    layers: list[MoELayer] | None = None,
+    sequential: bool = False,
+) -> Iterator[LayerVisit]:
+    """Yield each MoE layer with its calibration inputs, in the order in which the forward pass reaches them.
+
+    `sequential`: the batches go on through the block as the caller leaves it; otherwise they go on with what the
+    block computed when it was observed. Layers that no batch reaches are an error that names them.
+    """
+    layers = find_layers(model) if layers is None else layers
+    by_block = {id(layer.block): layer for layer in layers}
+    done: set[int] = set()
+    main = greenlet.getcurrent()
+
+    def stopping_forward(layer: MoELayer, run: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if id(layer.block) in done:  # a block that is shared between positions is stopped at once only
+                return run(*args, **kwargs)
+            answer = main.switch(_Stop(layer, args, kwargs))
+            if answer is _EnoughSeen:
+                raise _EnoughSeen
+            return run(*args, **kwargs) if answer is None else answer[0]
+
+        return forward
+
+    def run_batch(batch: CalibrationBatch) -> None:
+        try:
+            model(**batch.inputs)
+        except _EnoughSeen:
+            pass
+
+    was_training = model.training
+    model.eval()
+    originals = {id(layer.block): layer.block.forward for layer in layers}
+    patched_before = {id(layer.block) for layer in layers if "forward" in layer.block.__dict__}
+    for layer in layers:
+        layer.block.forward = stopping_forward(layer, originals[id(layer.block)])  # type: ignore[method-assign]
+    runners = [greenlet(run_batch) for _ in batches]
+    try:
+        waiting = {i: runner.switch(batch) for i, (runner, batch) in enumerate(zip(runners, batches, strict=True))}
+        while any(stop is not None for stop in waiting.values()):
+            layer = next(stop.layer for stop in waiting.values() if stop is not None)
+            if astray := [i for i, stop in waiting.items() if stop is None or stop.layer is not layer]:
+                raise UnsupportedModel(f"batch {astray[0]} did not reach layer {layer.name!r} together with the others")
+            visit = LayerVisit(layer, originals[id(layer.block)], waiting, batches)
+            yield visit
+            done.add(id(layer.block))
+            last = len(done) == len(by_block)
+            for i, runner in enumerate(runners):
+                if last:
+                    answer: Any = _EnoughSeen
+                else:
+                    answer = (visit.outputs.pop(i),) if i in visit.outputs and not sequential else None
+                waiting[i] = runner.switch(answer)
+        if unreached := [layer.name for layer in layers if id(layer.block) not in done]:
+            raise MoepressError(f"the calibration text never reached layer {unreached[0]!r}; is it the right model head?")
+    finally:
+        for layer in layers:
+            layer.block.__dict__.pop("forward", None)
+            if id(layer.block) in patched_before:  # accelerate patches instances too
+                layer.block.forward = originals[id(layer.block)]  # type: ignore[method-assign]
+        for runner in runners:
+            if not runner.dead and runner:
+                runner.throw(_EnoughSeen)
+        model.train(was_training)

@@ -1,0 +1,35 @@
+"""How much each expert adds to the layer's output."""
+
+import torch
+
+from moepress.models.layer import ExpertBank, LayerBatch
+from moepress.observe.statistic import STATISTICS, LayerShape, Statistic
+
+
+@STATISTICS.register("output-norm")
+class OutputNorm(Statistic):
+    """Over the tokens routed to each expert (E each): `norm` Σ‖f(x)‖, `gated` Σ g‖f(x)‖, `gated_square` Σ g²‖f(x)‖²,
+    and their number `routed`; `tokens` (1) counts all tokens, so that `gated / routed` is REAP's mean over routed
+    tokens and `gated / tokens` its mean over all of them. `largest` is not a sum and therefore not here."""
+
+    runs_experts = True
+
+    @classmethod
+    def sizes(cls, shape: LayerShape) -> dict[str, tuple[int, ...]]:
+        return {name: (shape.experts,) for name in ("norm", "gated", "gated_square", "routed")} | {"tokens": (1,)}
+
+    def update(self, batch: LayerBatch, bank: ExpertBank) -> None:
+        routing = batch.kept()
+        sums = {name: torch.zeros(size, dtype=torch.float64) for name, size in self.sizes(self.shape).items()}
+        for e in range(self.shape.experts):
+            token, slot = torch.where((routing.index_TK == e) & (routing.weight_TK != 0))
+            if token.numel() == 0:
+                continue
+            norm_T = bank.output(e, routing.hidden_TD[token].to(bank.up_EFD.dtype)).float().norm(dim=1).double()
+            gated_T = norm_T * routing.weight_TK[token, slot].double()
+            sums["norm"][e], sums["gated"][e] = norm_T.sum(), gated_T.sum()
+            sums["gated_square"][e] = gated_T.square().sum()
+            sums["routed"][e] = token.numel()
+        sums["tokens"][0] = routing.index_TK.shape[0]
+        for name, value in sums.items():
+            self.add(name, value)

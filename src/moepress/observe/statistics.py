@@ -1,0 +1,114 @@
+"""The statistics of a model: gathered by one pass, saved as one safetensors file with a json header beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moepress.errors import MoepressError
+from moepress.models.layer import MoELayer
+from moepress.models.walk import LayerVisit
+from moepress.observe.statistic import STATISTICS, LayerShape, Statistic
+
+FORMAT_VERSION = 1
+
+
+class Statistics:
+    """Sums by layer name and statistic name."""
+
+    def __init__(self, layers: dict[str, dict[str, Statistic]] | None = None) -> None:
+        self.layers = layers or {}
+
+    def gather(self, visit: LayerVisit, names: Iterable[str]) -> dict[str, Statistic]:
+        """Run one layer's batches through the named statistics."""
+        layer = visit.layer
+        shape = LayerShape.of(layer)
+        gathered = {name: STATISTICS.create(name, shape=shape) for name in names}
+        bank = layer.bank
+        for batch in visit.batches():
+            for statistic in gathered.values():
+                statistic.update(batch, bank)
+        for name, statistic in gathered.items():
+            for key, value in statistic.sums.items():
+                if not torch.isfinite(value).all():
+                    raise MoepressError(f"layer {layer.name!r}: {name}.{key} is not finite; check the model's weights")
+        self.layers[layer.name] = gathered
+        return gathered
+
+    def of(self, layer: MoELayer | str, name: str) -> dict[str, Tensor]:
+        """The sums of one statistic of one layer."""
+        layer_name = layer if isinstance(layer, str) else layer.name
+        try:
+            return self.layers[layer_name][name].sums
+        except KeyError:
+            raise MoepressError(f"the statistics hold no {name!r} for layer {layer_name!r}") from None
+
+    def merge(self, other: Statistics) -> Statistics:
+        """The statistics of both calibration runs together."""
+        if self._header() != other._header():
+            raise MoepressError("statistics of different models, or of different kinds, cannot be merged")
+        merged = Statistics.from_header(self._header())
+        for layer, name, key, total in merged._each():
+            total.copy_(self.of(layer, name)[key] + other.of(layer, name)[key])
+        return merged
+
+    def save(self, path: str | Path) -> None:
+        """Write `path`.safetensors and `path`.json."""
+        path = Path(path)
+        tensors = {f"{layer}|{name}|{key}": value for layer, name, key, value in self._each()}
+        save_file(tensors, path.with_suffix(".safetensors"))
+        path.with_suffix(".json").write_text(json.dumps(self._header(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Statistics:
+        path = Path(path)
+        try:
+            header = json.loads(path.with_suffix(".json").read_text())
+            tensors = load_file(path.with_suffix(".safetensors"))
+            statistics = cls.from_header(header)
+            for layer, name, key, total in statistics._each():
+                total.copy_(tensors[f"{layer}|{name}|{key}"])
+        except FileNotFoundError as error:
+            raise MoepressError(f"no statistics at {path}: {error.filename} is missing") from None
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise MoepressError(f"{path} does not hold statistics that this version can read: {error}") from None
+        except Exception as error:  # safetensors raises a bare Exception type of its own on a truncated file
+            raise MoepressError(f"{path.with_suffix('.safetensors')} is damaged: {error}") from None
+        return statistics
+
+    @classmethod
+    def from_header(cls, header: dict) -> Statistics:
+        if header.get("format_version") != FORMAT_VERSION:
+            raise ValueError(f"format_version is {header.get('format_version')!r}, not {FORMAT_VERSION}")
+        return cls(
+            {
+                layer: {
+                    name: STATISTICS.create(name, shape=LayerShape(**entry["shape"])) for name in entry["statistics"]
+                }
+                for layer, entry in header["layers"].items()
+            }
+        )
+
+    def _header(self) -> dict:
+        return {
+            "format_version": FORMAT_VERSION,
+            "layers": {
+                layer: {
+                    "shape": vars(next(iter(gathered.values())).shape),
+                    "statistics": list(gathered),
+                }
+                for layer, gathered in self.layers.items()
+                if gathered
+            },
+        }
+
+    def _each(self) -> Iterable[tuple[str, str, str, Tensor]]:
+        for layer, gathered in self.layers.items():
+            for name, statistic in gathered.items():
+                for key, value in statistic.sums.items():
+                    yield layer, name, key, value

@@ -1,0 +1,150 @@
+"""The order of the stages, as in Algorithm 1 of MC-SMoE: observe, plan, align, merge, write."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from moepress.align import ALIGNMENTS, align_bank
+from moepress.checkpoint.compact import save_compact
+from moepress.checkpoint.folder import output_folder
+from moepress.checkpoint.load import load_model, load_tokenizer
+from moepress.checkpoint.vanilla import save_vanilla
+from moepress.data.batches import calibration_batches
+from moepress.errors import MoepressError
+from moepress.fit import average_experts, check_fit, skipped_layers
+from moepress.merge import merge_layer, router_rows
+from moepress.models.find import find_layers
+from moepress.models.layer import CompactSpec, MoELayer
+from moepress.models.walk import CalibrationBatch, walk
+from moepress.observe import Statistics
+from moepress.plan import LayerFacts, LayerPlan, Plan, Planner
+from moepress.progress import track
+from moepress.recipe import Recipe
+
+
+@dataclass
+class Outcome:
+    """What a compression did; saved beside the output as moepress.json (without the model)."""
+
+    model: PreTrainedModel
+    recipe: Recipe
+    plan: Plan
+    statistics: Statistics
+    specs: dict[str, CompactSpec]
+    seconds: dict[str, float] = field(default_factory=dict)
+    gaps: dict[str, float] = field(default_factory=dict)
+    """Worst certified alignment gap by layer."""
+    sizes: dict[str, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+
+
+def press(
+    model: PreTrainedModel,
+    recipe: Recipe,
+    batches: list[CalibrationBatch],
+    *,
+    statistics: Statistics | None = None,
+    plan: Plan | None = None,
+) -> Outcome:
+    """Compress a model in memory, in place. Saved statistics or an edited plan replace the stage that makes them."""
+    layers = find_layers(model)
+    check_fit(recipe, layers)
+    skipped = skipped_layers(recipe, model, layers)
+    average = average_experts(recipe, model, layers, skipped)
+    planner = planner_of(recipe)
+    outcome = Outcome(model, recipe, Plan(layers=()), statistics or Statistics(), {})
+
+    if statistics is None and plan is None:
+        with outcome.timed("observe"):
+            for visit in track(walk(model, batches, layers=layers), "observe", len(layers)):
+                outcome.statistics.gather(visit, planner.needs)
+
+    if recipe.align.reference == "first":
+        with outcome.timed("align"):
+            for layer in track(layers, "align"):
+                align_to_first(layer, recipe, outcome)
+
+    with outcome.timed("plan"):
+        outcome.plan = plan or planner.make(facts_of(layers, outcome.statistics, recipe), skipped, average)
+
+    with outcome.timed("merge"):
+        for layer in track(layers, "merge"):
+            layer_plan = outcome.plan.of(layer.name)
+            if not layer_plan.untouched:
+                outcome.specs[layer.name] = rebuild(layer, layer_plan, recipe, outcome)
+    return outcome
+
+
+def align_to_first(layer: MoELayer, recipe: Recipe, outcome: Outcome) -> None:
+    """Every expert in the unit order of the layer's first; what the layer computes does not change."""
+    bank, gaps = align_bank(recipe.component("align.method"), recipe.component("align.solver"), layer.bank)
+    layer.adapter.write_bank(layer.block, bank)
+    outcome.gaps[layer.name] = max(gaps, default=0.0)
+
+
+@torch.no_grad()
+def rebuild(layer: MoELayer, plan: LayerPlan, recipe: Recipe, outcome: Outcome) -> CompactSpec:
+    """Carry out one layer's plan on the model."""
+    check_plan(layer, plan)
+    alignment = recipe.component("align.method") if recipe.align.reference != "first" else ALIGNMENTS.create("none")
+    merged = merge_layer(
+        layer.bank, plan, recipe.component("merge.operator"), alignment, recipe.component("align.solver")
+    )
+    rows = router_rows(layer.router, plan) if plan.router != "redirect" else {}
+    spec = CompactSpec(
+        plan.experts, plan.physical, "redirect" if plan.router == "redirect" else "rows", recipe.capacity
+    )
+    layer.adapter.reshape(layer.block, spec)
+    layer.adapter.write_bank(layer.block, merged.bank)
+    if plan.router == "redirect":
+        expert_map = layer.adapter.expert_map(layer.block)
+        assert expert_map is not None
+        expert_map.copy_(torch.tensor(plan.expert_map()))
+    else:
+        layer.adapter.write_router(layer.block, rows)
+    outcome.gaps[layer.name] = max([outcome.gaps.get(layer.name, 0.0), *merged.gaps])
+    return spec
+
+
+def check_plan(layer: MoELayer, plan: LayerPlan) -> None:
+    if plan.experts != layer.num_experts:
+        raise MoepressError(f"the plan has {plan.experts} experts for {layer.name!r}, the model {layer.num_experts}")
+
+
+def planner_of(recipe: Recipe) -> Planner:
+    return Planner(
+        saliency=recipe.component("plan.saliency"),
+        similarity=recipe.component("plan.similarity"),
+        budget=recipe.component("plan.budget"),
+        grouping=recipe.component("plan.grouping"),
+        router=recipe.router,
+        member_weights=recipe.component("merge.operator").weights,
+        multiple_of=recipe.multiple_of,
+    )
+
+
+def facts_of(layers: list[MoELayer], statistics: Statistics, recipe: Recipe) -> list[LayerFacts]:
+    return [
+        LayerFacts(
+            name=layer.name,
+            index=layer.index,
+            read_bank=lambda layer=layer: layer.bank,  # type: ignore[misc]
+            router=layer.router,
+            statistics={name: s.sums for name, s in statistics.layers.get(layer.name, {}).items()},
+            seed=recipe.seed,
+        )
+        for layer in layers
+    ]

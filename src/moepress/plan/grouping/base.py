@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from torch import Tensor
+
+from moepress.registry import Registry
+
+
+class Grouping(ABC):
+    name: ClassVar[str]
+    paper: ClassVar[str] = ""
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def groups(self, score_E: Tensor, similarity_EE: Tensor, leaders: list[int]) -> list[list[int]]:
+        """One list of experts per leader, the leader first. An expert in no list is dropped."""
+
+
+def strongest(score_E: Tensor, k: int, router_groups: int = 1) -> list[int]:
+    """The k experts with the highest scores, in their order; ties go to the lower index. With `router_groups` the
+    experts form that many blocks, and each block gives equally many, as group-limited routers need."""
+    score = score_E.tolist()
+    size = len(score) // router_groups
+    chosen: list[int] = []
+    for start in range(0, len(score), size):
+        ranked = sorted(range(start, start + size), key=lambda e: (-score[e], e))
+        chosen += ranked[: k // router_groups]
+    return sorted(chosen)
+
+
+GROUPINGS: Registry[Grouping] = Registry("grouping")

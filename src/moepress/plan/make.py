@@ -1,0 +1,82 @@
+"""Put a plan together from its four decisions: who matters, how many stay, who is alike, who joins whom."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from moepress.errors import MoepressError
+from moepress.plan.budget import Budget, Limits
+from moepress.plan.facts import LayerFacts
+from moepress.plan.grouping import Grouping, strongest
+from moepress.plan.plan import Group, LayerPlan, Plan, RouterAction
+from moepress.plan.saliency import Saliency
+from moepress.plan.similarity import Similarity
+
+
+@dataclass(frozen=True)
+class Planner:
+    saliency: Saliency
+    similarity: Similarity
+    budget: Budget
+    grouping: Grouping
+    router: RouterAction
+    member_weights: Callable[[list[float]], list[float]]
+    """Usage of a group's members -> what each counts in the merge."""
+    multiple_of: int = 1
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Statistics that must be gathered; usage always, since the weights of a merge come from it."""
+        named = ("usage", *self.saliency.needs, *self.similarity.needs, *self.grouping.needs)
+        return tuple(dict.fromkeys(named))
+
+    def limits(self, facts: LayerFacts) -> Limits:
+        """A router that chooses among k rows needs at least top-k of them, equally many in each router group."""
+        if self.router == "redirect":
+            return Limits(1, facts.experts, self.multiple_of)
+        groups = facts.router.groups
+        step = groups * self.multiple_of // math.gcd(groups, self.multiple_of)
+        reach = -(-facts.router.top_k // facts.router.topk_groups) * groups if groups > 1 else facts.router.top_k
+        # Routers of this kind rank groups by the sum of their two best experts.
+        least = max(reach - facts.router.fixed_experts, 2 * groups if groups > 1 else 1, 1)
+        return Limits(least, facts.experts, step)
+
+    def make(self, layers: list[LayerFacts], skipped: set[str], average: float) -> Plan:
+        """A plan that keeps `average` experts a layer over the layers that are not skipped."""
+        chosen = [facts for facts in layers if facts.name not in skipped]
+        if not chosen:
+            raise MoepressError("every MoE layer is skipped: there is nothing to merge")
+        scores = [self._score(facts) for facts in chosen]
+        counts = self.budget.counts(scores, average, [self.limits(facts) for facts in chosen])
+        made = {
+            facts.name: self._layer(facts, score_E, count)
+            for facts, score_E, count in zip(chosen, scores, counts, strict=True)
+        }
+        return Plan(
+            layers=tuple(made.get(facts.name) or LayerPlan.keep_all(facts.name, facts.experts) for facts in layers)
+        )
+
+    def _score(self, facts: LayerFacts) -> torch.Tensor:
+        score_E = self.saliency.score(facts).double()
+        if not torch.isfinite(score_E).all():
+            raise MoepressError(f"layer {facts.name!r}: the saliency {self.saliency.name!r} is not finite")
+        return score_E
+
+    def _layer(self, facts: LayerFacts, score_E: torch.Tensor, count: int) -> LayerPlan:
+        if count == facts.experts:
+            return LayerPlan.keep_all(facts.name, facts.experts)
+        router_groups = facts.router.groups if self.router != "redirect" else 1
+        leaders = strongest(score_E, count, router_groups)
+        members = self.grouping.groups(score_E, self.similarity.matrix(facts), leaders)
+        usage = facts.statistics["usage"]["count"].tolist()
+        groups = tuple(
+            Group(leader=group[0], members=tuple(group), weights=tuple(self.member_weights([usage[e] for e in group])))
+            for group in members
+        )
+        kept = {expert for group in members for expert in group}
+        dropped = tuple(e for e in range(facts.experts) if e not in kept)
+        return LayerPlan(name=facts.name, experts=facts.experts, router=self.router, groups=groups, dropped=dropped)

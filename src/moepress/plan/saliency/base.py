@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from torch import Tensor
+
+from moepress.plan.facts import LayerFacts
+from moepress.registry import Registry
+
+
+class Saliency(ABC):
+    name: ClassVar[str]
+    paper: ClassVar[str] = ""
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def score(self, facts: LayerFacts) -> Tensor:
+        """(E,) float64, not negative, larger is more important; comparable within the layer."""
+
+
+SALIENCIES: Registry[Saliency] = Registry("saliency")

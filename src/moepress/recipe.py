@@ -1,0 +1,211 @@
+"""A recipe: everything that decides what comes out, typed and checked, YAML in and out.
+
+The places of a recipe are named here; what can stand in them is whatever is registered. A component is written as its
+name, or as a mapping with `name` and its parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+
+from moepress.align import ALIGNMENTS, SOLVERS
+from moepress.data.batches import CalibrationData
+from moepress.errors import MoepressError
+from moepress.merge import MERGES
+from moepress.methods import METHODS
+from moepress.plan import BUDGETS, GROUPINGS, SALIENCIES, SIMILARITIES
+from moepress.registry import Registry, did_you_mean
+
+Component = str | dict[str, Any]
+PLACES: dict[str, Registry[Any]] = {
+    "plan.saliency": SALIENCIES,
+    "plan.similarity": SIMILARITIES,
+    "plan.budget": BUDGETS,
+    "plan.grouping": GROUPINGS,
+    "align.method": ALIGNMENTS,
+    "align.solver": SOLVERS,
+    "merge.operator": MERGES,
+}
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class PlanSection(Section):
+    saliency: Component = Field("frequency", description="how much each expert matters")
+    similarity: Component = Field("router-logits", description="which experts are alike")
+    budget: Component = Field("adaptive", description="how many experts each layer keeps")
+    grouping: Component = Field("dominant", description="which expert joins which group")
+    skip: Literal["auto", "none"] | list[str] = Field(
+        "auto", description="MoE layers left whole: `none`, a list of layer paths, or `auto` (the method's own choice)"
+    )
+
+
+class AlignSection(Section):
+    method: Component = Field("weight-matching", description="how hidden units are matched before merging")
+    reference: Literal["dominant", "first"] = Field(
+        "dominant", description="align each group to its dominant expert, or all experts to the layer's first"
+    )
+    solver: Component = Field("scipy", description="who solves the matching")
+
+
+class MergeSection(Section):
+    operator: Component = Field("frequency", description="how aligned experts become one")
+
+
+class Recipe(Section):
+    method: str = "m-smoe"
+    preset: str | None = None
+    keep: int | float | None = Field(None, description="experts per layer: a count (8) or a fraction (0.5)")
+    target_size: str | None = Field(None, description="instead of keep: size of the output's weights, such as 12GB")
+    format: Literal["compact", "vanilla"] = "compact"
+    router: Literal["redirect", "keep", "mean"] = Field(
+        "redirect", description="all router rows and a map; or one row per expert: the leader's, or the group's mean"
+    )
+    multiple_of: int = Field(1, ge=1, description="experts per layer come in multiples of this (expert parallelism)")
+    capacity: int | None = Field(None, ge=1, description="token limit of an expert in Switch-like layers")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of the stored weights")
+    seed: int = 0
+    calibration: CalibrationData = Field(default_factory=CalibrationData)
+    plan: PlanSection = PlanSection()
+    align: AlignSection = AlignSection()
+    merge: MergeSection = MergeSection()
+
+    @field_validator("keep", mode="before")
+    @classmethod
+    def _keep(cls, value: Any) -> Any:
+        if isinstance(value, bool) or (isinstance(value, (int, float)) and value <= 0):
+            raise ValueError(f"keep must be positive, not {value}")
+        if isinstance(value, float) and value > 1:
+            raise ValueError(f"keep with a decimal point is a fraction of the experts, so at most 1.0, not {value}")
+        return value
+
+    @model_validator(mode="after")
+    def _components_exist(self) -> Recipe:
+        for place in PLACES:
+            self.component(place)
+        return self
+
+    def component(self, place: str) -> Any:
+        """The object that stands at a place such as `plan.saliency`."""
+        section, _, field = place.partition(".")
+        return create(PLACES[place], getattr(getattr(self, section), field), place)
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_yaml())
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False)
+
+
+def create(registry: Registry[Any], component: Component, place: str) -> Any:
+    """Make a registered component from its recipe entry; unknown names and parameters are errors."""
+    given = {"name": component} if isinstance(component, str) else dict(component)
+    cls = registry.get(str(given.pop("name", "")))
+    known = [field.name for field in dataclasses.fields(cls)]
+    if unknown := [name for name in given if name not in known]:
+        hint = did_you_mean(unknown[0], known) if known else "it has no parameters"
+        raise MoepressError(f"{place}: {cls.name!r} has no parameter {unknown[0]!r}: {hint}")
+    try:
+        return TypeAdapter(cls).validate_python(given)
+    except ValidationError as error:
+        raise MoepressError(f"{place}: {_first(error)}") from None
+
+
+def make_recipe(given: dict[str, Any]) -> Recipe:
+    """A recipe from nested or dotted keys. What is not given comes from the preset, then from the method.
+
+    A given knob that the method does not use is an error.
+    """
+    flat = flatten(given)
+    method = METHODS.get(str(flat.get("method", Recipe.model_fields["method"].default)))
+    places = {f"{section}.{name}" for section in ("plan", "align", "merge") for name in _fields(section)}
+    for key in flat:
+        if key in places | {"router"} and key not in method.uses:
+            raise MoepressError(f"method {method.name!r} does not use {key!r}; it uses {', '.join(sorted(method.uses))}")
+    filled = dict(method.defaults)
+    if preset := flat.get("preset"):
+        if preset not in method.presets:
+            hint = did_you_mean(str(preset), list(method.presets)) if method.presets else "it has no presets"
+            raise MoepressError(f"method {method.name!r} has no preset {preset!r}: {hint}")
+        filled |= method.presets[str(preset)]
+    if flat.get("format") == "vanilla":
+        filled |= VANILLA
+    return _validate(nest(filled | flat))
+
+
+VANILLA = {"plan.budget": "uniform", "router": "keep", "plan.skip": "none"}
+"""What a vanilla checkpoint needs, where the recipe does not say otherwise: one count, and rows instead of a map."""
+
+
+def load_recipe(path: str | Path) -> dict[str, Any]:
+    """The entries of a YAML recipe, not yet filled or checked."""
+    try:
+        given = yaml.safe_load(Path(path).read_text())
+    except FileNotFoundError:
+        raise MoepressError(f"there is no recipe at {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise MoepressError(f"the recipe {path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise MoepressError(f"the recipe {path} is not YAML{where}: {getattr(error, 'problem', error)}") from None
+    if not isinstance(given, dict):
+        raise MoepressError(f"the recipe {path} must be a mapping of options")
+    return given
+
+
+def flatten(given: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections to dotted keys; a component's mapping (with its `name`) stays whole."""
+    flat: dict[str, Any] = {}
+    for key, value in given.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, dict) and dotted in ("plan", "align", "merge", "calibration"):
+            flat |= flatten(value, f"{dotted}.")
+        else:
+            flat[dotted] = value
+    return flat
+
+
+def nest(flat: dict[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        section, dot, field = key.partition(".")
+        if dot:
+            nested.setdefault(section, {})[field] = value
+        else:
+            nested[key] = value
+    return nested
+
+
+def _fields(section: str) -> list[str]:
+    annotation = Recipe.model_fields[section].annotation
+    return list(getattr(annotation, "model_fields", None) or [f.name for f in dataclasses.fields(annotation)])  # type: ignore[arg-type]
+
+
+def _validate(nested: dict[str, Any]) -> Recipe:
+    for section, known in (("", list(Recipe.model_fields)), *((s, _fields(s)) for s in ("plan", "align", "merge", "calibration"))):
+        entries = nested if not section else nested.get(section, {})
+        if not isinstance(entries, dict) and not dataclasses.is_dataclass(entries):
+            raise MoepressError(f"recipe: {section!r} must be a mapping of options")
+        for key in entries if isinstance(entries, dict) else ():
+            if key not in known:
+                where = f"{section}.{key}" if section else key
+                raise MoepressError(f"recipe: unknown key {where!r}: {did_you_mean(str(key), known)}")
+    try:
+        return Recipe.model_validate(nested)
+    except ValidationError as error:
+        raise MoepressError(f"recipe: {_first(error)}") from None
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}" if where else message

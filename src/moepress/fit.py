@@ -7,6 +7,7 @@ import re
 import torch
 from torch import nn
 
+from moepress.checkpoint.sizes import expert_bytes, human_size, sizes_of
 from moepress.errors import MoepressError
 from moepress.models.layer import MoELayer
 from moepress.recipe import Recipe
@@ -64,18 +65,13 @@ def average_experts(recipe: Recipe, model: nn.Module, layers: list[MoELayer], sk
             raise MoepressError(f"keep={recipe.keep} leaves less than one of {experts} experts a layer")
         return average
     target = parse_size(str(recipe.target_size))
-    per_expert = {layer.name: _bytes(layer) / layer.num_experts for layer in chosen}
-    other = sum({p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}.values())
-    other -= sum(_bytes(layer) for layer in chosen)
-    average = (target - other) / sum(per_expert.values())
+    one_of_each = sum(expert_bytes(layer) for layer in chosen)
+    other = sizes_of(model).bytes - sum(expert_bytes(layer) * layer.num_experts for layer in chosen)
+    average = (target - other) / one_of_each
     if average < 1:
-        least = other + sum(per_expert.values())
+        least = other + one_of_each
         raise MoepressError(f"target_size {recipe.target_size}: with one expert a layer it would be {human_size(least)}")
     return min(average, float(experts))
-
-
-def _bytes(layer: MoELayer) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in layer.bank.tensors().values())
 
 
 def parse_size(text: str) -> int:
@@ -84,11 +80,3 @@ def parse_size(text: str) -> int:
     if match is None or match.group(2) not in UNITS or match.group(1).count(".") > 1 or match.group(1) == ".":
         raise MoepressError(f"{text!r} is not a size: write 12GB or 700MiB")
     return int(float(match.group(1)) * UNITS[match.group(2)])
-
-
-def human_size(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}" if unit != "B" else f"{size:.0f} B"
-        size /= 1000
-    return f"{size:.3g} TB"

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from moepress.align import ALIGNMENTS, align_bank
-from moepress.checkpoint.compact import save_compact
-from moepress.checkpoint.folder import output_folder
-from moepress.checkpoint.load import load_model, load_tokenizer
-from moepress.checkpoint.vanilla import save_vanilla
-from moepress.data.batches import calibration_batches
 from moepress.errors import MoepressError
+from moepress.evaluate.precision import in_dtype
 from moepress.fit import average_experts, check_fit, skipped_layers
 from moepress.merge import merge_layer, router_rows
 from moepress.models.find import find_layers
@@ -32,7 +26,7 @@ from moepress.recipe import Recipe
 
 @dataclass
 class Outcome:
-    """What a compression did; saved beside the output as moepress.json (without the model)."""
+    """What a compression did; saved beside the output (without the model)."""
 
     model: PreTrainedModel
     recipe: Recipe
@@ -42,7 +36,6 @@ class Outcome:
     seconds: dict[str, float] = field(default_factory=dict)
     gaps: dict[str, float] = field(default_factory=dict)
     """Worst certified alignment gap by layer."""
-    sizes: dict[str, Any] = field(default_factory=dict)
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -54,22 +47,26 @@ class Outcome:
 def press(
     model: PreTrainedModel,
     recipe: Recipe,
-    batches: list[CalibrationBatch],
+    batches: Callable[[], list[CalibrationBatch]],
     *,
     statistics: Statistics | None = None,
     plan: Plan | None = None,
 ) -> Outcome:
-    """Compress a model in memory, in place. Saved statistics or an edited plan replace the stage that makes them."""
+    """Compress a model in memory, in place. Saved statistics or an edited plan replace the stage that makes them.
+
+    `batches` is called once everything that can be refused without text has been checked.
+    """
     layers = find_layers(model)
     check_fit(recipe, layers)
     skipped = skipped_layers(recipe, model, layers)
     average = average_experts(recipe, model, layers, skipped)
     planner = planner_of(recipe)
+    planner.check(facts_of(layers, Statistics(), recipe), skipped, average)
     outcome = Outcome(model, recipe, Plan(layers=()), statistics or Statistics(), {})
 
     if statistics is None and plan is None:
-        with outcome.timed("observe"):
-            for visit in track(walk(model, batches, layers=layers), "observe", len(layers)):
+        with outcome.timed("observe"), in_dtype(model, calibration_dtype(recipe, model)):
+            for visit in track(walk(model, batches(), layers=layers), "observe", len(layers)):
                 outcome.statistics.gather(visit, planner.needs)
 
     if recipe.align.reference == "first":
@@ -86,6 +83,12 @@ def press(
             if not layer_plan.untouched:
                 outcome.specs[layer.name] = rebuild(layer, layer_plan, recipe, outcome)
     return outcome
+
+
+def calibration_dtype(recipe: Recipe, model: PreTrainedModel) -> torch.dtype | None:
+    """What 16-bit weights are widened to while text runs through the model; None leaves them."""
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    return torch.float32 if recipe.precision == "float32" or (recipe.precision == "auto" and on_cpu) else None
 
 
 def align_to_first(layer: MoELayer, recipe: Recipe, outcome: Outcome) -> None:

@@ -70,7 +70,9 @@ class Recipe(Section):
     )
     multiple_of: int = Field(1, ge=1, description="experts per layer come in multiples of this (expert parallelism)")
     capacity: int | None = Field(None, ge=1, description="token limit of an expert in Switch-like layers")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of the stored weights")
+    precision: Literal["auto", "stored", "float32"] = Field(
+        "auto", description="of the calibration's forward passes; auto is float32 on a CPU, as stored elsewhere"
+    )
     seed: int = 0
     calibration: CalibrationData = Field(default_factory=CalibrationData)
     plan: PlanSection = PlanSection()
@@ -118,12 +120,13 @@ def create(registry: Registry[Any], component: Component, place: str) -> Any:
         raise MoepressError(f"{place}: {_first(error)}") from None
 
 
-def make_recipe(given: dict[str, Any]) -> Recipe:
-    """A recipe from nested or dotted keys. What is not given comes from the preset, then from the method.
-
-    A given knob that the method does not use is an error.
+def make_recipe(*given: dict[str, Any]) -> Recipe:
+    """A recipe from nested or dotted keys, later ones over earlier ones. What is not given comes from the preset,
+    then from the method. A given knob that the method does not use is an error.
     """
-    flat = flatten(given)
+    flat: dict[str, Any] = {}
+    for entries in given:
+        flat |= flatten(entries)
     method = METHODS.get(str(flat.get("method", Recipe.model_fields["method"].default)))
     places = {f"{section}.{name}" for section in ("plan", "align", "merge") for name in _fields(section)}
     for key in flat:
@@ -137,6 +140,8 @@ def make_recipe(given: dict[str, Any]) -> Recipe:
         filled |= method.presets[str(preset)]
     if flat.get("format") == "vanilla":
         filled |= VANILLA
+    if "seed" in flat:
+        filled["calibration.seed"] = flat["seed"]
     return _validate(nest(filled | flat))
 
 

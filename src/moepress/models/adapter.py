@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from moepress.models.layer import CompactSpec, ExpertBank, RouterView, Routing
 
+Block = Any
+"""An nn.Module whose attributes only its family knows."""
+
 
 class Adapter(ABC):
     """Stateless: every method gets the block, the module that owns both the router and the experts.
@@ -37,6 +40,10 @@ class Adapter(ABC):
 
     def repair(self, block: nn.Module) -> str | None:
         """Put right, in place, a block that the installed transformers computes wrongly, and say what was wrong."""
+        return None
+
+    def check(self, block: nn.Module, spec: CompactSpec) -> None:
+        """Raise `MoepressError` if `reshape` would: nothing is changed."""
         return None
 
     @abstractmethod

@@ -7,16 +7,14 @@ stores experts fused but does not carry these marks has a subclass under `famili
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from moepress.models.adapter import Block
 from moepress.models.layer import CompactSpec, ExpertBank
 from moepress.models.linear_router import LinearRouterAdapter, keep_rows
-from moepress.models.taps import after_forward, before_forward
 
 
 @dataclass(frozen=True)
@@ -43,62 +41,56 @@ class Layout:
 class FusedAdapter(LinearRouterAdapter):
     name = "fused"
 
-    def layout(self, experts: nn.Module) -> Layout | None:
+    def layout(self, experts: Block) -> Layout | None:
         if not hasattr(experts, "is_transposed"):
             return None
         return Layout(experts.has_gate, experts.has_bias, experts.is_transposed, experts.is_concatenated)
 
-    def matches(self, block: nn.Module) -> bool:
+    def matches(self, block: Block) -> bool:
         experts = getattr(block, "experts", None)
-        layout = self.layout(experts) if isinstance(experts, nn.Module) else None
-        if layout is None:
+        if not isinstance(experts, nn.Module) or (layout := self.layout(experts)) is None:
             return False
         own = dict(experts.named_parameters(recurse=False))
         return layout.names() <= set(own) and own[layout.first].dim() == 3
 
-    def refusal(self, block: nn.Module) -> str | None:
+    def refusal(self, block: Block) -> str | None:
         known = self._layout(block).names()
         if unknown := sorted(name for name, _ in self.experts(block).named_parameters() if name not in known):
             return f"its experts hold tensors that moepress does not know: {', '.join(unknown)}"
         return super().refusal(block)
 
-    def _layout(self, block: nn.Module) -> Layout:
+    def _layout(self, block: Block) -> Layout:
         layout = self.layout(self.experts(block))
         assert layout is not None  # asked only about blocks that match
         return layout
 
     # ---- experts ----------------------------------------------------------------------------------------------
 
-    def read_bank(self, block: nn.Module) -> ExpertBank:
+    def read_bank(self, block: Block) -> ExpertBank:
         experts, layout = self.experts(block), self._layout(block)
 
         def matrix(name: str) -> Tensor:
             tensor = getattr(experts, name).data
             return tensor.transpose(1, 2) if layout.transposed else tensor
 
-        def bias(name: str) -> Tensor | None:
-            return getattr(experts, f"{name}_bias").data if layout.bias else None
+        def bias(name: str) -> Tensor:
+            return getattr(experts, f"{name}_bias").data
 
-        down = {"down_EDF": matrix("down_proj"), "down_bias_ED": bias("down_proj")}
+        bank = ExpertBank(
+            up_EFD=matrix(layout.first), down_EDF=matrix("down_proj"), activation=self.activation(experts)
+        )
+        if layout.bias:
+            bank = replace(bank, up_bias_EF=bias(layout.first), down_bias_ED=bias("down_proj"))
         if not layout.gate:
-            return ExpertBank(
-                up_EFD=matrix("up_proj"), up_bias_EF=bias("up_proj"), **down, activation=self.activation(experts)
-            )
-        gate_EFD, up_EFD = halves(matrix("gate_up_proj"), layout.concatenated)
-        gate_bias_EF, up_bias_EF = (None, None) if bias("gate_up_proj") is None else halves(
-            bias("gate_up_proj"), layout.concatenated
-        )
-        return ExpertBank(
-            gate_EFD=gate_EFD,
-            up_EFD=up_EFD,
-            gate_bias_EF=gate_bias_EF,
-            up_bias_EF=up_bias_EF,
-            **down,
-            activation=self.activation(experts),
-        )
+            return bank
+        gate_EFD, up_EFD = halves(bank.up_EFD, layout.concatenated)
+        if bank.up_bias_EF is not None:
+            gate_bias_EF, up_bias_EF = halves(bank.up_bias_EF, layout.concatenated)
+            bank = replace(bank, gate_bias_EF=gate_bias_EF, up_bias_EF=up_bias_EF)
+        return replace(bank, gate_EFD=gate_EFD, up_EFD=up_EFD)
 
-    def activation(self, experts: nn.Module) -> Callable[[Tensor | None, Tensor], Tensor]:
-        layout = self.layout(experts)
+    def activation(self, experts: Block) -> Callable[[Tensor | None, Tensor], Tensor]:
+        layout = self.layout(experts) or Layout()
 
         def apply(gate_TF: Tensor | None, up_TF: Tensor) -> Tensor:
             if gate_TF is None:
@@ -109,30 +101,11 @@ class FusedAdapter(LinearRouterAdapter):
 
         return apply
 
-    def reshape_experts(self, block: nn.Module, spec: CompactSpec) -> None:
+    def reshape_experts(self, block: Block, spec: CompactSpec) -> None:
         experts = self.experts(block)
         for name, _ in list(experts.named_parameters(recurse=False)):
             keep_rows(experts, name, spec.physical, tail=0)
         experts.num_experts = spec.physical
-
-    # ---- calibration ------------------------------------------------------------------------------------------
-
-    def watch(self, block: nn.Module, seen: dict[str, Tensor], stack: ExitStack) -> None:
-        def experts_called(args: tuple, kwargs: dict) -> None:
-            tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-            index = next(t for t in tensors if not t.is_floating_point())
-            floats = [t for t in tensors if t.is_floating_point()]
-            seen["hidden"] = floats[0].reshape(-1, floats[0].shape[-1])
-            seen.setdefault("index", index)
-            seen["weight"] = next(t for t in floats[1:] if t.shape == index.shape)
-
-        def router_chose(_: tuple, output: Any) -> None:
-            seen["index"] = next(t for t in output if isinstance(t, Tensor) and not t.is_floating_point())
-
-        stack.enter_context(before_forward(self.experts(block), experts_called))
-        if isinstance(getattr(self.router(block), "expert_map", None), Tensor):
-            # The experts are called with physical indices; what the router chose is seen before the redirect.
-            stack.enter_context(after_forward(self.router(block), router_chose))
 
 
 def halves(tensor: Tensor, concatenated: bool) -> tuple[Tensor, Tensor]:

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from moepress.models.adapter import Adapter
 
 Activation = Callable[[Tensor | None, Tensor], Tensor]
 """(gate_TF or None, up_TF) -> h_TF: everything that happens between the first and the second matrix of an expert."""
@@ -41,7 +45,8 @@ class ExpertBank:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def map(self, change: Callable[[str, Tensor], Tensor]) -> ExpertBank:
-        return replace(self, **{name: change(name, tensor) for name, tensor in self.tensors().items()})
+        changed: dict[str, Any] = {name: change(name, tensor) for name, tensor in self.tensors().items()}
+        return replace(self, **changed)
 
     def select(self, experts: list[int] | Tensor) -> ExpertBank:
         index = torch.as_tensor(experts, dtype=torch.long, device=self.up_EFD.device)
@@ -138,8 +143,9 @@ class LayerBatch:
         if bool(self.keep_T.all()):
             return self.routing
         r = self.routing
-        named = {f.name: getattr(r, f.name) for f in fields(r)}
-        return Routing(**{name: None if t is None else t[self.keep_T] for name, t in named.items()})
+        named: dict[str, Any] = {f.name: getattr(r, f.name) for f in fields(r)}
+        kept = {name: t[self.keep_T] for name, t in named.items() if t is not None}
+        return Routing(**kept)
 
 
 @dataclass(frozen=True)
@@ -168,7 +174,7 @@ class MoELayer:
     index: int
     """Position among the model's MoE layers, in the order of the forward pass as modules are listed."""
     block: torch.nn.Module
-    adapter: Adapter  # noqa: F821 - defined in adapter.py, which imports this file
+    adapter: Adapter
     stack: str = "decoder"
     """`encoder` or `decoder` (decoder-only models have only the latter)."""
     extra: dict[str, object] = field(default_factory=dict)

@@ -9,17 +9,17 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from moepress.errors import MoepressError, UnsupportedModel
-from moepress.models.adapter import Adapter, resized
+from moepress.models.adapter import Adapter, Block, resized
 from moepress.models.layer import CompactSpec, RouterView, Routing
-from moepress.models.redirect import redirect_experts, redirect_of, redirect_router
 from moepress.models.rules import rule_of
-from moepress.models.taps import after_forward, linear_results
+from moepress.models.taps import after_forward, before_forward, linear_results
+from moepress.runtime.redirect import redirect_experts, redirect_of, redirect_router
 
 COUNT_ATTRIBUTES = (
     "num_experts",
@@ -38,28 +38,32 @@ NOT_PER_EXPERT = ("norm", "scale", "tid2eid", "expert_map")
 class LinearRouterAdapter(Adapter):
     rows_on_block = True
     """Whether an expert count kept on the block itself counts router rows."""
+    watched: ClassVar[frozenset[str]] = frozenset({"hidden", "index", "weight", "logits"})
+    """What must have been seen of a forward before its routing can be told."""
+    index_from_router = False
+    """Whether the experts are called with other indices than the router chose, even without a redirect."""
 
     # ---- where things are -------------------------------------------------------------------------------------
 
-    def experts(self, block: nn.Module) -> nn.Module:
+    def experts(self, block: Block) -> Block:
         return block.experts
 
-    def router(self, block: nn.Module) -> nn.Module:
+    def router(self, block: Block) -> Block:
         for name in ("gate", "router"):
             if isinstance(getattr(block, name, None), nn.Module):
                 return getattr(block, name)
         raise UnsupportedModel(f"no router found beside the experts of {type(block).__name__}")
 
-    def fixed_rows(self, block: nn.Module) -> int:
+    def fixed_rows(self, block: Block) -> int:
         """Router rows after the experts' own, which stay whatever happens to the experts."""
         return 0
 
-    def shown_fixed_rows(self, block: nn.Module) -> int:
+    def shown_fixed_rows(self, block: Block) -> int:
         """How many of them are part of the `RouterView`. A family whose fixed rows have no selection bias, say, so
         that its tensors differ in length, keeps them to itself."""
         return self.fixed_rows(block)
 
-    def scoring(self, block: nn.Module) -> tuple[str, nn.Parameter]:
+    def scoring(self, block: Block) -> tuple[str, nn.Parameter]:
         """Path inside the block and weight of the map that scores the experts."""
         router = self.router(block)
         prefix = _name_of(block, router)
@@ -69,42 +73,47 @@ class LinearRouterAdapter(Adapter):
             raise UnsupportedModel(f"its router {type(router).__name__} is not one linear map of its input")
         return found[0]
 
-    def router_rows(self, block: nn.Module) -> int:
+    def router_rows(self, block: Block) -> int:
         return self.scoring(block)[1].shape[0]
 
-    def num_experts(self, block: nn.Module) -> int:
+    def num_experts(self, block: Block) -> int:
         mapped = self.expert_map(block)
         return self.router_rows(block) - self.fixed_rows(block) if mapped is None else mapped.numel()
 
-    def refusal(self, block: nn.Module) -> str | None:
+    def refusal(self, block: Block) -> str | None:
         try:
             rows = self.router_rows(block)
         except UnsupportedModel as error:
             return str(error)
-        bank = self.read_bank(block)
+        stored, dtype = self.stored(block)
         mapped = self.expert_map(block)
-        experts = bank.num_experts if mapped is None else mapped.numel()
+        experts = stored if mapped is None else mapped.numel()
         if rows != experts + self.fixed_rows(block):
             return f"its router {type(self.router(block)).__name__} has {rows} rows for {experts} experts"
         known = self._per_expert(block)
         for name, tensor in self._router_scope(block):
-            per_expert = tensor.is_floating_point() and tuple(tensor.shape[-1:]) == (rows,) or tensor.shape[:1] == (rows,)
+            per_expert = rows in (*tensor.shape[:1], *tensor.shape[-1:])
             if per_expert and name not in known and not any(word in name for word in NOT_PER_EXPERT):
                 return f"its router holds a tensor that moepress does not know: {name}"
-        if bank.up_EFD.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            return f"its experts are stored as {bank.up_EFD.dtype}: load the model without quantisation"
+        if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            return f"its experts are stored as {dtype}: load the model without quantisation"
         return None
+
+    def stored(self, block: Block) -> tuple[int, torch.dtype]:
+        """How many experts have weights, and of which type."""
+        bank = self.read_bank(block)
+        return bank.num_experts, bank.up_EFD.dtype
 
     # ---- reading and writing the router -----------------------------------------------------------------------
 
-    def _router_scope(self, block: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def _router_scope(self, block: Block) -> Iterator[tuple[str, Tensor]]:
         """Tensors of the router and of the block itself, where some families keep the selection bias."""
         router = self.router(block)
         prefix = _name_of(block, router)
         yield from ((f"{prefix}.{name}", tensor) for name, tensor in _state(router))
         yield from _state(block, recurse=False)
 
-    def _per_expert(self, block: nn.Module) -> dict[str, Tensor]:
+    def _per_expert(self, block: Block) -> dict[str, Tensor]:
         """The same tensors as the modules hold them, those that have one entry per expert."""
         scoring = self.scoring(block)[0]
         names = (scoring, scoring.removesuffix("weight") + "bias")
@@ -114,14 +123,14 @@ class LinearRouterAdapter(Adapter):
             if name in names or name.rpartition(".")[2] in PER_EXPERT
         }
 
-    def router_tensors(self, block: nn.Module) -> dict[str, Tensor]:
+    def router_tensors(self, block: Block) -> dict[str, Tensor]:
         """Views with the expert as first axis, without the fixed rows that are not shown."""
         rows = self.num_experts(block) + self.shown_fixed_rows(block)
         weight = self.scoring(block)[0]
         found = {name: tensor.data for name, tensor in self._per_expert(block).items()}
         return {name: (t[0] if expert_axis(name == weight, t) else t)[:rows] for name, t in found.items()}
 
-    def read_router(self, block: nn.Module) -> RouterView:
+    def read_router(self, block: Block) -> RouterView:
         router, tensors = self.router(block), self.router_tensors(block)
         grouped = getattr(router, "num_group", None) if getattr(router, "topk_method", "") != "greedy" else None
         return RouterView(
@@ -135,7 +144,7 @@ class LinearRouterAdapter(Adapter):
             fixed_experts=self.shown_fixed_rows(block),
         )
 
-    def top_k(self, block: nn.Module) -> int:
+    def top_k(self, block: Block) -> int:
         router, experts = self.router(block), self.experts(block)
         holders = (router, block, *(getattr(module, "config", None) for module in (router, block, experts)))
         for holder in holders:
@@ -145,18 +154,18 @@ class LinearRouterAdapter(Adapter):
                     return value
         raise UnsupportedModel(f"{type(router).__name__} does not say how many experts it chooses")
 
-    def capacity(self, block: nn.Module) -> int | None:
+    def capacity(self, block: Block) -> int | None:
         """Tokens per sequence that one expert takes under the installed transformers; None: all."""
         return None
 
-    def write_router(self, block: nn.Module, tensors: dict[str, Tensor]) -> None:
+    def write_router(self, block: Block, tensors: dict[str, Tensor]) -> None:
         own = self.router_tensors(block)
         for name, tensor in tensors.items():
             own[name].copy_(tensor)
 
     # ---- compact form -----------------------------------------------------------------------------------------
 
-    def reshape(self, block: nn.Module, spec: CompactSpec) -> None:
+    def reshape(self, block: Block, spec: CompactSpec) -> None:
         self.check(block, spec)
         if spec.router == "rows":
             self.reshape_router(block, spec.physical)
@@ -164,13 +173,13 @@ class LinearRouterAdapter(Adapter):
             self.redirect(block, spec)
         self.reshape_experts(block, spec)
 
-    def check(self, block: nn.Module, spec: CompactSpec) -> None:
+    def check(self, block: Block, spec: CompactSpec) -> None:
         """Everything that could be wrong with a spec, before anything is changed."""
         view, experts = self.read_router(block), self.num_experts(block)
         k, kind = spec.physical, type(block).__name__
         if spec.experts != experts:
             raise MoepressError(f"a plan for {spec.experts} experts does not fit a {kind} with {experts}")
-        if not 1 <= k <= self.read_bank(block).num_experts:
+        if not 1 <= k <= self.stored(block)[0]:
             raise MoepressError(f"a {kind} with {experts} experts cannot keep {k}")
         if spec.capacity is not None and not self.takes_capacity(block):
             raise MoepressError(f"a {kind} has no expert capacity: leave capacity out")
@@ -193,25 +202,25 @@ class LinearRouterAdapter(Adapter):
                     f"for {view.top_k} experts per token: keep a larger multiple of {view.groups}"
                 )
 
-    def takes_capacity(self, block: nn.Module) -> bool:
+    def takes_capacity(self, block: Block) -> bool:
         return False
 
     @abstractmethod
-    def reshape_experts(self, block: nn.Module, spec: CompactSpec) -> None:
+    def reshape_experts(self, block: Block, spec: CompactSpec) -> None:
         """Make room for `spec.physical` experts."""
 
-    def redirect(self, block: nn.Module, spec: CompactSpec) -> None:
+    def redirect(self, block: Block, spec: CompactSpec) -> None:
         """Put the expert_map where the family turns scores into integers: in the router, or else before the experts."""
         fixed = self.fixed_rows(block)
         if self.router_returns_indices(block):
-            redirect_router(self.router(block), spec, fixed)
+            redirect_router(self.router(block), spec.experts, spec.physical, fixed)
         else:
-            redirect_experts(self.experts(block), spec, fixed)
+            redirect_experts(self.experts(block), spec.experts, spec.physical, fixed)
 
-    def router_returns_indices(self, block: nn.Module) -> bool:
+    def router_returns_indices(self, block: Block) -> bool:
         return not isinstance(self.router(block), nn.Linear) or hasattr(self.router(block), "top_k")
 
-    def reshape_router(self, block: nn.Module, k: int) -> None:
+    def reshape_router(self, block: Block, k: int) -> None:
         experts, fixed = self.num_experts(block), self.fixed_rows(block)
         scoring = self.scoring(block)[0]
         for name, tensor in self._per_expert(block).items():
@@ -227,12 +236,12 @@ class LinearRouterAdapter(Adapter):
                 if type(count) is int and count in (experts, experts + fixed):
                     setattr(module, attribute, count - experts + k)
 
-    def expert_map(self, block: nn.Module) -> Tensor | None:
+    def expert_map(self, block: Block) -> Tensor | None:
         return redirect_of(self.router(block), self.experts(block))
 
     # ---- calibration ------------------------------------------------------------------------------------------
 
-    def observe(self, block: nn.Module, run: Callable[[], Any]) -> tuple[Any, Routing]:
+    def observe(self, block: Block, run: Callable[[], Any]) -> tuple[Any, Routing]:
         seen: dict[str, Tensor] = {}
         router, weight = self.router(block), self.scoring(block)[1]
 
@@ -252,19 +261,39 @@ class LinearRouterAdapter(Adapter):
         if "logits" in seen:
             rows = self.num_experts(block) + self.shown_fixed_rows(block)
             seen["logits"] = seen["logits"].reshape(-1, seen["logits"].shape[-1])[:, :rows]
-        if missing := {"hidden", "index", "weight", "logits"} - set(seen):
+        if missing := self.watched - set(seen):
             raise UnsupportedModel(f"{type(block).__name__} did not show its {', '.join(sorted(missing))}")
         return output, self.routing(block, seen)
 
-    @abstractmethod
-    def watch(self, block: nn.Module, seen: dict[str, Tensor], stack: ExitStack) -> None:
-        """Enter hooks on `stack` that put hidden (T, D), index (T, K) and weight (T, K) into `seen`."""
+    def watch(self, block: Block, seen: dict[str, Tensor], stack: ExitStack) -> None:
+        """Enter hooks on `stack` that put hidden (T, D), index (T, K) and weight (T, K) into `seen`. These suit
+        experts that are called with hidden states, indices and weights."""
 
-    def routing(self, block: nn.Module, seen: dict[str, Tensor]) -> Routing:
+        def experts_called(args: tuple, kwargs: dict) -> None:
+            tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+            index = next(t for t in tensors if not t.is_floating_point())
+            floats = [t for t in tensors if t.is_floating_point()]
+            seen["hidden"] = floats[0].reshape(-1, floats[0].shape[-1])
+            seen.setdefault("index", index)
+            seen["weight"] = next(t for t in floats[1:] if t.shape == index.shape)
+
+        def router_chose(_: tuple, output: Any) -> None:
+            seen["index"] = self.router_index(block, output)
+
+        stack.enter_context(before_forward(self.experts(block), experts_called))
+        if self.index_from_router or isinstance(getattr(self.router(block), "expert_map", None), Tensor):
+            # The experts are called with physical indices; what the router chose is seen before the redirect.
+            stack.enter_context(after_forward(self.router(block), router_chose))
+
+    def router_index(self, block: Block, output: Any) -> Tensor:
+        """The chosen experts in the router's output."""
+        return next(t for t in output if isinstance(t, Tensor) and not t.is_floating_point())
+
+    def routing(self, block: Block, seen: dict[str, Tensor]) -> Routing:
         return Routing(seen["hidden"], seen["index"], seen["weight"], seen["logits"])
 
 
-def keep_rows(owner: nn.Module, leaf: str, k: int, tail: int, axis: int = 0) -> None:
+def keep_rows(owner: Block, leaf: str, k: int, tail: int, axis: int = 0) -> None:
     """Give a tensor `k` uninitialised rows, followed by its last `tail` rows as they were."""
     old = getattr(owner, leaf)
     shape = list(old.shape)
@@ -280,7 +309,7 @@ def expert_axis(is_weight: bool, tensor: Tensor) -> int:
     return 0 if is_weight or tensor.dim() == 1 else 1
 
 
-def _name_of(block: nn.Module, child: nn.Module) -> str:
+def _name_of(block: Block, child: nn.Module) -> str:
     return next(name for name, module in block.named_children() if module is child)
 
 

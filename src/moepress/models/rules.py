@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import nn
+from moepress.models.adapter import Block
 
 _SOFTMAX_RENORMALISED = "softmax > top-k, renormalised"
 _SIGMOID_BIAS_RENORMALISED = "sigmoid + bias > top-k, renormalised"
@@ -52,22 +52,22 @@ RULES: dict[str, list[str]] = {
 _TEMPLATE_OF = {name: template for template, names in RULES.items() for name in names}
 
 
-def _dbrx(router: nn.Module, block: nn.Module) -> str:
+def _dbrx(router: Block, block: Block) -> str:
     p = block.moe_normalize_expert_weights
     return "" if p is None else ", renormalised" if p == 1 else f", renormalised to a {p:g}-norm of 1"
 
 
-def _cohere(router: nn.Module, block: nn.Module) -> str:
+def _cohere(router: Block, block: Block) -> str:
     renormalised = router.expert_selection_fn == "sigmoid" and router.norm_topk_prob
     return f"{router.expert_selection_fn}{', renormalised' if renormalised else ''}"
 
 
-def _groups(router: nn.Module, block: nn.Module) -> str:
+def _groups(router: Block, block: Block) -> str:
     limited = getattr(router, "topk_method", "") != "greedy" and (router.num_group or 1) > 1
     return " > groups" if limited else ""
 
 
-PARTS: dict[str, Callable[[nn.Module, nn.Module], str]] = {
+PARTS: dict[str, Callable[[Block, Block], str]] = {
     "norm": lambda router, _: ", renormalised" if router.norm_topk_prob else "",
     "groups": _groups,
     "dbrx": _dbrx,
@@ -78,7 +78,7 @@ PARTS: dict[str, Callable[[nn.Module, nn.Module], str]] = {
 }
 
 
-def rule_of(router: nn.Module, block: nn.Module) -> str:
+def rule_of(router: Block, block: Block) -> str:
     """Of the router's class or, where the block itself chooses, of the block's."""
     for module in (router, block):
         template = _TEMPLATE_OF.get(type(module).__name__)

@@ -10,6 +10,7 @@ rewritten: masks, positions, relative biases, caches and encoder outputs are sim
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from moepress.errors import MoepressError, UnsupportedModel
 from moepress.models.find import find_layers
 from moepress.models.layer import LayerBatch, MoELayer
+from moepress.models.taps import replaced
 
 
 @dataclass
@@ -73,8 +75,9 @@ class LayerVisit:
         for i, stop in self._waiting.items():
             batch, output = self._observe(i, stop)
             first = output[0] if isinstance(output, tuple) else output
-            yield batch, first.reshape(-1, first.shape[-1])
+            yield batch, first.reshape(batch.keep_T.numel(), -1)  # some blocks flatten their output altogether
 
+    @torch.no_grad()
     def _observe(self, i: int, stop: _Stop) -> tuple[LayerBatch, Any]:
         output, routing = self.layer.adapter.observe(
             self.layer.block, lambda: self._forward(*_private(stop.args), **_private(stop.kwargs))
@@ -83,7 +86,7 @@ class LayerVisit:
         keep_T = self._batches[i].keep[self.layer.stack].reshape(-1).to(routing.hidden_TD.device)
         if keep_T.numel() != routing.hidden_TD.shape[0]:
             raise UnsupportedModel(
-                f"layer {self.layer.name!r} saw {routing.hidden_TD.shape[0]} tokens where the batch has {keep_T.numel()}"
+                f"layer {self.layer.name!r} saw {routing.hidden_TD.shape[0]} tokens of a batch with {keep_T.numel()}"
             )
         return LayerBatch(routing, keep_T, self._batches[i].domain), output
 
@@ -95,6 +98,39 @@ def _private(arguments: Any) -> Any:
     if isinstance(arguments, tuple):
         return tuple(_private(value) for value in arguments)
     return arguments.clone() if isinstance(arguments, Tensor) and arguments.is_floating_point() else arguments
+
+
+def present_forward(block: torch.nn.Module) -> Callable[..., Any]:
+    """The block's forward as it is when called: a compact layer may be of another class than the one it replaces."""
+    if "forward" in block.__dict__:  # accelerate patches instances
+        return block.forward
+    return lambda *args, **kwargs: type(block).forward(block, *args, **kwargs)
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """No dropout, no router noise."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+@contextmanager
+def without_cache(model: torch.nn.Module) -> Iterator[None]:
+    """No key-value cache: it takes memory, and a block that contains attention would write to it once for each time
+    that it is run."""
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    before = [(config, config.use_cache) for config in configs.values() if hasattr(config, "use_cache")]
+    try:
+        for config, _ in before:
+            config.use_cache = False
+        yield
+    finally:
+        for config, use_cache in before:
+            config.use_cache = use_cache
 
 
 @torch.no_grad()
@@ -112,6 +148,7 @@ def walk(
     """
     layers = find_layers(model) if layers is None else layers
     by_block = {id(layer.block): layer for layer in layers}
+    forwards = {id(layer.block): present_forward(layer.block) for layer in layers}
     done: set[int] = set()
     main = greenlet.getcurrent()
 
@@ -128,24 +165,22 @@ def walk(
 
     def run_batch(batch: CalibrationBatch) -> None:
         try:
-            model(**batch.inputs)
+            # Without labels: no loss is wanted, and encoder–decoder batches bring their decoder inputs.
+            model(**{name: value for name, value in batch.inputs.items() if name != "labels"})
         except _EnoughSeen:
             pass
 
-    was_training = model.training
-    model.eval()
-    originals = {id(layer.block): layer.block.forward for layer in layers}
-    patched_before = {id(layer.block) for layer in layers if "forward" in layer.block.__dict__}
-    for layer in layers:
-        layer.block.forward = stopping_forward(layer, originals[id(layer.block)])  # type: ignore[method-assign]
     runners = [greenlet(run_batch) for _ in batches]
-    try:
+    with evaluating(model), without_cache(model), ExitStack() as undo:
+        for layer in layers:
+            undo.enter_context(replaced(layer.block, "forward", stopping_forward(layer, forwards[id(layer.block)])))
+        undo.callback(_end, runners)
         waiting = {i: runner.switch(batch) for i, (runner, batch) in enumerate(zip(runners, batches, strict=True))}
         while any(stop is not None for stop in waiting.values()):
             layer = next(stop.layer for stop in waiting.values() if stop is not None)
             if astray := [i for i, stop in waiting.items() if stop is None or stop.layer is not layer]:
                 raise UnsupportedModel(f"batch {astray[0]} did not reach layer {layer.name!r} together with the others")
-            visit = LayerVisit(layer, originals[id(layer.block)], waiting, batches)
+            visit = LayerVisit(layer, forwards[id(layer.block)], waiting, batches)
             yield visit
             done.add(id(layer.block))
             last = len(done) == len(by_block)
@@ -156,13 +191,13 @@ def walk(
                     answer = (visit.outputs.pop(i),) if i in visit.outputs and not sequential else None
                 waiting[i] = runner.switch(answer)
         if unreached := [layer.name for layer in layers if id(layer.block) not in done]:
-            raise MoepressError(f"the calibration text never reached layer {unreached[0]!r}; is it the right model head?")
-    finally:
-        for layer in layers:
-            layer.block.__dict__.pop("forward", None)
-            if id(layer.block) in patched_before:  # accelerate patches instances too
-                layer.block.forward = originals[id(layer.block)]  # type: ignore[method-assign]
-        for runner in runners:
-            if not runner.dead and runner:
-                runner.throw(_EnoughSeen)
-        model.train(was_training)
+            raise MoepressError(
+                f"the calibration text never reached layer {unreached[0]!r}; is it the right model head?"
+            )
+
+
+def _end(runners: list[greenlet]) -> None:
+    """Unwind the forward passes that still wait somewhere."""
+    for runner in runners:
+        if runner and not runner.dead:
+            runner.throw(_EnoughSeen)

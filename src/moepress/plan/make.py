@@ -47,9 +47,7 @@ class Planner:
 
     def make(self, layers: list[LayerFacts], skipped: set[str], average: float) -> Plan:
         """A plan that keeps `average` experts a layer over the layers that are not skipped."""
-        chosen = [facts for facts in layers if facts.name not in skipped]
-        if not chosen:
-            raise MoepressError("every MoE layer is skipped: there is nothing to merge")
+        chosen = self._chosen(layers, skipped)
         scores = [self._score(facts) for facts in chosen]
         counts = self.budget.counts(scores, average, [self.limits(facts) for facts in chosen])
         made = {
@@ -59,6 +57,18 @@ class Planner:
         return Plan(
             layers=tuple(made.get(facts.name) or LayerPlan.keep_all(facts.name, facts.experts) for facts in layers)
         )
+
+    def check(self, layers: list[LayerFacts], skipped: set[str], average: float) -> None:
+        """Raise now, without statistics, what `make` would raise about counts."""
+        chosen = self._chosen(layers, skipped)
+        alike = [torch.ones(facts.experts) for facts in chosen]
+        self.budget.counts(alike, average, [self.limits(facts) for facts in chosen])
+
+    def _chosen(self, layers: list[LayerFacts], skipped: set[str]) -> list[LayerFacts]:
+        chosen = [facts for facts in layers if facts.name not in skipped]
+        if not chosen:
+            raise MoepressError("every MoE layer is skipped: there is nothing to merge")
+        return chosen
 
     def _score(self, facts: LayerFacts) -> torch.Tensor:
         score_E = self.saliency.score(facts).double()

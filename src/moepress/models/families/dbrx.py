@@ -1,23 +1,18 @@
 """DBRX: all experts under each other in flat 2-D parameters; the block makes the choice."""
 
-from torch import nn
-
-from moepress.models.fused import FusedAdapter
+from moepress.models.adapter import Block, resized
 from moepress.models.layer import CompactSpec, ExpertBank
-from moepress.models.adapter import resized
+from moepress.models.linear_router import LinearRouterAdapter
 
 
-class DbrxAdapter(FusedAdapter):
+class DbrxAdapter(LinearRouterAdapter):
     name = "dbrx"
 
-    def matches(self, block: nn.Module) -> bool:
+    def matches(self, block: Block) -> bool:
         mlp = getattr(getattr(block, "experts", None), "mlp", None)
         return mlp is not None and all(getattr(mlp, name, None) is not None for name in ("w1", "v1", "w2"))
 
-    def refusal(self, block: nn.Module) -> str | None:
-        return super(FusedAdapter, self).refusal(block)
-
-    def read_bank(self, block: nn.Module) -> ExpertBank:
+    def read_bank(self, block: Block) -> ExpertBank:
         mlp = block.experts.mlp
         shape = (-1, mlp.ffn_hidden_size, mlp.hidden_size)
         return ExpertBank(
@@ -27,12 +22,12 @@ class DbrxAdapter(FusedAdapter):
             activation=lambda gate_TF, up_TF: mlp.activation_fn(gate_TF) * up_TF,
         )
 
-    def reshape_experts(self, block: nn.Module, spec: CompactSpec) -> None:
+    def reshape_experts(self, block: Block, spec: CompactSpec) -> None:
         mlp = block.experts.mlp
         for name in ("w1", "v1", "w2"):
             old = getattr(mlp, name)
             setattr(mlp, name, resized(old, spec.physical * mlp.ffn_hidden_size, old.shape[1]))
         mlp.moe_num_experts = block.experts.num_experts = spec.physical
 
-    def router_returns_indices(self, block: nn.Module) -> bool:
+    def router_returns_indices(self, block: Block) -> bool:
         return False

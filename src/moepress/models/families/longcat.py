@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from moepress.models.adapter import Block
 from moepress.models.fused import FusedAdapter, Layout
 from moepress.models.layer import CompactSpec, ExpertBank
 from moepress.models.linear_router import keep_rows
@@ -13,22 +14,22 @@ from moepress.models.linear_router import keep_rows
 class LongcatAdapter(FusedAdapter):
     name = "longcat-flash"
 
-    def layout(self, experts: nn.Module) -> Layout | None:
+    def layout(self, experts: Block) -> Layout | None:
         return Layout() if hasattr(experts, "zero_expert_num") and hasattr(experts, "num_routed_experts") else None
 
-    def fixed_rows(self, block: nn.Module) -> int:
+    def fixed_rows(self, block: Block) -> int:
         return self.experts(block).zero_expert_num
 
-    def read_bank(self, block: nn.Module) -> ExpertBank:
+    def read_bank(self, block: Block) -> ExpertBank:
         # gate_up_proj has rows for the identity experts too, which nothing reads.
         bank, experts = super().read_bank(block), self.experts(block).num_routed_experts
         assert bank.gate_EFD is not None
         return replace(bank, gate_EFD=bank.gate_EFD[:experts], up_EFD=bank.up_EFD[:experts])
 
-    def activation(self, experts: nn.Module) -> Callable[[Tensor | None, Tensor], Tensor]:
+    def activation(self, experts: Block) -> Callable[[Tensor | None, Tensor], Tensor]:
         return lambda gate_TF, up_TF: experts.act_fn(gate_TF) * up_TF
 
-    def reshape_experts(self, block: nn.Module, spec: CompactSpec) -> None:
+    def reshape_experts(self, block: Block, spec: CompactSpec) -> None:
         experts = self.experts(block)
         keep_rows(experts, "gate_up_proj", spec.physical, tail=experts.zero_expert_num)
         keep_rows(experts, "down_proj", spec.physical, tail=0)

@@ -1,7 +1,6 @@
 """OpenAI's privacy filter: fused; the block's `num_experts` is how many are chosen, a factor on the output."""
 
-from torch import nn
-
+from moepress.models.adapter import Block
 from moepress.models.fused import FusedAdapter
 
 
@@ -9,5 +8,5 @@ class PrivacyFilterAdapter(FusedAdapter):
     name = "openai-privacy-filter"
     rows_on_block = False
 
-    def matches(self, block: nn.Module) -> bool:
+    def matches(self, block: Block) -> bool:
         return super().matches(block) and type(block).__name__ == "OpenAIPrivacyFilterMLP"

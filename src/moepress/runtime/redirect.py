@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from moepress.errors import MoepressError
-from moepress.models.layer import CompactSpec
 
 
-def redirected(module: nn.Module, index: Tensor) -> Tensor:
+def redirected(module: Any, index: Tensor) -> Tensor:
     """Original experts -> physical experts. A router's fixed rows (identity experts) follow the physical experts."""
     table = module.expert_map
     if not module.expert_map_fixed:
@@ -26,7 +25,7 @@ def redirected(module: nn.Module, index: Tensor) -> Tensor:
     return torch.where(index < experts, table[index.clamp(max=experts - 1)], moved)
 
 
-def _map_integers(module: nn.Module, values: Iterable[Any]) -> tuple:
+def _map_integers(module: Any, values: Iterable[Any]) -> tuple:
     mapped, found = [], False
     for value in values:
         is_index = isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32)
@@ -46,27 +45,28 @@ def _before_experts(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     return mapped[: len(args)], dict(zip(kwargs, mapped[len(args) :], strict=True))
 
 
-def add_map(module: nn.Module, spec: CompactSpec, fixed: int = 0) -> bool:
+def add_map(module: Any, experts: int, physical: int, fixed: int = 0) -> bool:
     """Give a module its table; whether it is the first (a hook must not be added twice)."""
     first = not isinstance(getattr(module, "expert_map", None), Tensor)
     device = next(module.parameters()).device
-    module.register_buffer("expert_map", torch.zeros(spec.experts, dtype=torch.int64, device=device))
+    module.register_buffer("expert_map", torch.zeros(experts, dtype=torch.int64, device=device))
     module.expert_map_fixed = fixed
-    module.expert_map_physical = spec.physical
+    module.expert_map_physical = physical
     return first
 
 
-def redirect_router(router: nn.Module, spec: CompactSpec, fixed: int = 0) -> None:
+def redirect_router(router: nn.Module, experts: int, physical: int, fixed: int = 0) -> None:
     """Map the integer outputs of a router."""
-    if add_map(router, spec, fixed):
+    if add_map(router, experts, physical, fixed):
         router.register_forward_hook(_after_router)
 
 
-def redirect_experts(module: nn.Module, spec: CompactSpec, fixed: int = 0) -> None:
+def redirect_experts(module: nn.Module, experts: int, physical: int, fixed: int = 0) -> None:
     """Map the integer inputs of an experts module; for families that choose experts outside of the router."""
-    if add_map(module, spec, fixed):
+    if add_map(module, experts, physical, fixed):
         module.register_forward_pre_hook(_before_experts, with_kwargs=True)
 
 
 def redirect_of(*modules: nn.Module) -> Tensor | None:
-    return next((m.expert_map for m in modules if isinstance(getattr(m, "expert_map", None), Tensor)), None)
+    maps = (getattr(module, "expert_map", None) for module in modules)
+    return next((m for m in maps if isinstance(m, Tensor)), None)

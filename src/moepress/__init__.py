@@ -1,0 +1,40 @@
+"""moepress: smaller Mixture-of-Experts models that really load.
+
+Importing this package lets transformers load compact checkpoints. It imports neither torch nor transformers itself;
+the public functions do, when they are first used.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from moepress.checkpoint.register import register
+
+if TYPE_CHECKING:
+    from moepress.api import compress, evaluate, export
+    from moepress.errors import MoepressError
+    from moepress.inspection import inspect_model
+    from moepress.recipe import Recipe
+
+__version__ = "0.1.0"
+__all__ = ["MoepressError", "Recipe", "compress", "evaluate", "export", "inspect_model"]
+
+register()
+
+_PLACES = {
+    "compress": "moepress.api",
+    "evaluate": "moepress.api",
+    "export": "moepress.api",
+    "inspect_model": "moepress.inspection",
+    "Recipe": "moepress.recipe",
+    "MoepressError": "moepress.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'moepress' has no attribute {name!r}")
+    import importlib
+
+    # `moepress.evaluate` is a package as well: the function is what users mean.
+    value = getattr(importlib.import_module(_PLACES[name]), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,3 @@
+from moepress.cli import main
+
+main()

@@ -1,0 +1,217 @@
+"""The public functions: what the command line does, for Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from moepress import __version__
+from moepress.checkpoint.compact import compact_specs, save_compact
+from moepress.checkpoint.folder import output_folder
+from moepress.checkpoint.load import load_model, load_tokenizer, quiet
+from moepress.checkpoint.sizes import Sizes, sizes_of
+from moepress.checkpoint.vanilla import save_vanilla
+from moepress.data.batches import calibration_batches
+from moepress.errors import MoepressError
+from moepress.observe import Statistics
+from moepress.pipeline import Outcome, press
+from moepress.plan import Plan
+from moepress.recipe import Recipe, load_recipe, make_recipe
+
+
+@dataclass
+class Compressed:
+    """The result of `compress`: the model, where it was written, and how it came about."""
+
+    model: PreTrainedModel
+    outcome: Outcome
+    before: Sizes
+    after: Sizes
+    folder: Path | None = None
+
+    def report(self) -> dict[str, Any]:
+        outcome = self.outcome
+        return {
+            "moepress": __version__,
+            "method": outcome.recipe.method,
+            "format": outcome.recipe.format,
+            "before": self.before.to_dict(),
+            "after": self.after.to_dict(),
+            "experts": {layer.name: [layer.experts, layer.physical] for layer in outcome.plan.layers},
+            "worst_alignment_gap": max(outcome.gaps.values(), default=0.0),
+            "seconds": {stage: round(seconds, 3) for stage, seconds in outcome.seconds.items()},
+            "versions": {name: version(name) for name in ("torch", "transformers", "safetensors")}
+            | {"python": platform.python_version()},
+        }
+
+
+def compress(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    out: str | os.PathLike[str] | None = None,
+    *,
+    recipe: str | os.PathLike[str] | dict[str, Any] | Recipe | None = None,
+    calibration: str | None = None,
+    statistics: str | os.PathLike[str] | Statistics | None = None,
+    plan: str | os.PathLike[str] | Plan | None = None,
+    tokenizer: Any = None,
+    overwrite: bool = False,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    max_shard_size: int | str = "5GB",
+    **options: Any,
+) -> Compressed:
+    """Compress a model and, with `out`, write it.
+
+    `model` is a folder, a Hub name, or a model in memory, which is then changed in place. `options` are recipe
+    entries (`keep=8`, `method="m-smoe"`, `format="vanilla"`; dotted ones as `**{"plan.similarity": "router-weight"}`)
+    and go over those of `recipe`. Saved `statistics` or an edited `plan` take the place of the stage that makes them.
+    """
+    made = prepare_recipe(recipe, calibration, options)
+    saved_plan = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)
+    saved_statistics = statistics if isinstance(statistics, Statistics) or statistics is None else Statistics.load(statistics)
+    if saved_plan is None and saved_statistics is None and not made.calibration.source:
+        raise MoepressError("calibration text is missing: give calibration=FILE, a Hub dataset or a task")
+    if out is None:
+        loaded, tokenizer, _ = open_source(model, tokenizer, device, trust_remote_code, revision)
+        return _run(loaded, tokenizer, made, saved_statistics, saved_plan)
+    source = None if isinstance(model, PreTrainedModel) else model
+    # Entered before anything is loaded, so that an output that cannot be written is refused at once.
+    with output_folder(out, overwrite=overwrite, source=source) as folder:
+        loaded, tokenizer, source = open_source(model, tokenizer, device, trust_remote_code, revision)
+        result = _run(loaded, tokenizer, made, saved_statistics, saved_plan)
+        outcome = result.outcome
+        with outcome.timed("write"), quiet():
+            if made.format == "vanilla":
+                save_vanilla(loaded, outcome.specs, folder, source=source, max_shard_size=max_shard_size)
+            else:
+                save_compact(loaded, outcome.specs, folder, source=source, max_shard_size=max_shard_size)
+                write_records(result, folder / "moepress")
+    result.folder = Path(out)
+    if made.format == "vanilla":  # nothing of moepress in the folder itself
+        write_records(result, result.folder.with_name(result.folder.name + ".moepress"))
+    return result
+
+
+def prepare_recipe(
+    recipe: str | os.PathLike[str] | dict[str, Any] | Recipe | None, calibration: str | None, options: dict[str, Any]
+) -> Recipe:
+    if isinstance(recipe, Recipe):
+        given = recipe.model_dump(exclude_unset=True)
+    elif isinstance(recipe, dict) or recipe is None:
+        given = dict(recipe or {})
+    else:
+        given = load_recipe(recipe)
+    return make_recipe(given, options | ({"calibration.source": calibration} if calibration else {}))
+
+
+def open_source(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    tokenizer: Any,
+    device: str | None,
+    trust_remote_code: bool,
+    revision: str | None,
+) -> tuple[PreTrainedModel, Any, str | os.PathLike[str] | None]:
+    """The model, its tokenizer, and the folder or name that tokenizer files are copied from."""
+    if isinstance(model, PreTrainedModel):
+        return model, tokenizer, None
+    loaded = load_model(model, device=device, trust_remote_code=trust_remote_code, revision=revision)
+    if tokenizer is None:
+        try:
+            tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code, revision=revision)
+        except MoepressError:
+            tokenizer = None  # ready-made windows need none; whoever reads text says that it is missing
+    return loaded, tokenizer, model
+
+
+def _run(
+    model: PreTrainedModel, tokenizer: Any, recipe: Recipe, statistics: Statistics | None, plan: Plan | None
+) -> Compressed:
+    if compact_specs(model):
+        raise MoepressError("this model is a compact one already: compress the model that it was made from")
+    before = sizes_of(model)
+
+    def batches():  # type: ignore[no-untyped-def]
+        shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+        return calibration_batches(recipe.calibration, tokenizer, model.config, shift=shift)
+
+    outcome = press(model, recipe, batches, statistics=statistics, plan=plan)
+    return Compressed(model, outcome, before, sizes_of(model))
+
+
+def write_records(result: Compressed, folder: Path) -> None:
+    """Everything that made the output, so that any stage can be run again alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    result.outcome.recipe.save(folder / "recipe.yaml")
+    result.outcome.plan.save(folder / "plan.json")
+    if result.outcome.statistics.layers:
+        result.outcome.statistics.save(folder / "statistics")
+    (folder / "report.json").write_text(json.dumps(result.report(), indent=1) + "\n")
+
+
+def export(
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    duplicate: bool = False,
+    multiple_of: int = 1,
+    overwrite: bool = False,
+    max_shard_size: int | str = "5GB",
+) -> Sizes:
+    """Write a compact checkpoint as a vanilla one, for any engine that loads the original.
+
+    A layer that redirects has more router rows than experts, which no vanilla checkpoint can say: `duplicate` writes
+    each original expert in full again (exact, and as large as the original).
+    """
+    with output_folder(out, overwrite=overwrite, source=model) as folder:
+        loaded = load_model(model)
+        specs = compact_specs(loaded)
+        if not specs:
+            raise MoepressError(f"{model} is not a compact checkpoint: there is nothing to export")
+        save_vanilla(
+            loaded, specs, folder, source=model, duplicate=duplicate, multiple_of=multiple_of, max_shard_size=max_shard_size
+        )
+        return sizes_of(loaded)
+
+
+def evaluate(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    *,
+    against: str | os.PathLike[str] | PreTrainedModel | None = None,
+    text: str | None = None,
+    task: str | None = None,
+    samples: int | str = "all",
+    length: int = 512,
+    batch_size: int = 8,
+    tokenizer: Any = None,
+    device: str | None = None,
+    split: str = "validation",
+) -> dict[str, Any]:
+    """Perplexity on text or accuracy on a task; with `against`, also KL to that original and top-1 agreement."""
+    from moepress.data.batches import CalibrationData
+    from moepress.data.examples import task_examples
+    from moepress.evaluate import compare, perplexity, task_metrics
+
+    if (text is None) == (task is None):
+        raise MoepressError("evaluate on either text or a task")
+    loaded, tokenizer, _ = open_source(model, tokenizer, device, False, None)
+    original = None if against is None else open_source(against, None, device, False, None)[0]
+    if task is not None:
+        name, _, folder = task.partition("@")
+        chosen, examples = task_examples(name, split, folder or None, None if samples == "all" else int(samples))
+        return task_metrics(loaded, chosen, examples, original, tokenizer=tokenizer, batch_size=batch_size).to_dict()
+    options = CalibrationData(source=str(text), samples=samples, length=length, batch_size=batch_size)  # type: ignore[arg-type]
+    shift = getattr(loaded, "prepare_decoder_input_ids_from_labels", None)
+    batches = calibration_batches(options, tokenizer, loaded.config, split=split, shift=shift)
+    if original is None:
+        return perplexity(loaded, batches).to_dict()
+    return compare(loaded, original, batches).to_dict()
+
+

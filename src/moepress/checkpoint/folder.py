@@ -1,0 +1,215 @@
+"""Output folders that are never half-written, and input folders that are checked before anything is computed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from moepress.checkpoint.headers import Header, read_header
+from moepress.errors import MoepressError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+AnyPath = str | os.PathLike[str]
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def output_folder(path: AnyPath, overwrite: bool = False, source: AnyPath | None = None) -> Iterator[Path]:
+    """Write a folder as a whole or not at all.
+
+    Yields a hidden folder beside `path` that takes its name when everything has been written; on any error it is
+    removed. With `overwrite`, the old folder is in place until the new one is complete. `source` is the folder that
+    is being read.
+    """
+    target = Path(os.path.realpath(path))
+    refuse_output(target, overwrite, source)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(target)
+        partial = Path(tempfile.mkdtemp(prefix=f"{_marker(target)}{socket.gethostname()}-{os.getpid()}-", dir=target.parent))
+    except OSError as error:
+        raise _explained(error, target) from error
+    try:
+        os.chmod(partial, 0o777 & ~_umask())  # mkdtemp makes it private
+        yield partial
+        _flush(partial)
+        _take_place(partial, target)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if is_disk_full(error):
+            raise _explained(error, target) from error
+        raise
+
+
+def refuse_output(path: AnyPath, overwrite: bool = False, source: AnyPath | None = None) -> None:
+    """Raise if `output_folder` would; to be asked before hours are spent on what goes there."""
+    target = Path(os.path.realpath(path))
+    if source is not None and Path(source).is_dir():
+        origin = Path(os.path.realpath(source))
+        if target == origin or origin in target.parents:
+            raise MoepressError(f"the output {target} is the input folder or inside of it: choose another folder")
+        if target in origin.parents:
+            raise MoepressError(f"the output {target} contains the input folder {origin}: choose another folder")
+    if target.exists() and not target.is_dir():
+        raise MoepressError(f"the output {target} is a file: choose a folder")
+    if target.is_dir() and any(target.iterdir()) and not overwrite:
+        raise MoepressError(f"the output folder {target} is not empty: choose another one or allow overwriting it")
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """safetensors, tokenizers and torch raise exceptions of their own, with the system's error in the text."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in DISK_FULL
+    text = str(error)
+    return any(f"os error {code}" in text or os.strerror(code) in text for code in DISK_FULL)
+
+
+def _explained(error: BaseException, target: Path) -> MoepressError:
+    if is_disk_full(error):
+        place = next(folder for folder in (target, *target.parents) if folder.exists())
+        free = shutil.disk_usage(place).free
+        return MoepressError(f"the disk is full: only {free / 1e9:.1f} GB are left for {target}; nothing was written")
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    return MoepressError(f"the output folder {target} cannot be made: {reason}")
+
+
+def _marker(target: Path) -> str:
+    return f".{target.name}.partial-"
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _remove_stale(target: Path) -> None:
+    """Remove what runs that were killed have left; a run that is alive keeps its folder."""
+    for folder in target.parent.glob(f"{_glob_escape(_marker(target))}*"):
+        host, _, rest = folder.name.removeprefix(_marker(target)).rpartition("-")[0].rpartition("-")
+        if host == socket.gethostname() and rest.isdigit() and not _is_alive(int(rest)):
+            shutil.rmtree(folder, ignore_errors=True)
+    old = _aside(target)
+    if old.exists():  # a run died between the two renames, or before it could remove the old folder
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.replace(old, target)
+
+
+def _glob_escape(text: str) -> str:
+    return "".join(f"[{c}]" if c in "*?[" else c for c in text)
+
+
+def _is_alive(process: int) -> bool:
+    if process == os.getpid():
+        return False  # not this very run: its folder is yet to be made
+    if os.name == "nt":
+        return True  # signal 0 would end the process there
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.replaced")
+
+
+def _flush(folder: Path) -> None:
+    """Have everything on the disk before the folder gets its name: a crash of the machine must not leave holes."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            with open(os.path.join(root, name), "rb") as stream:
+                os.fsync(stream.fileno())
+        _flush_names(Path(root))
+
+
+def _flush_names(folder: Path) -> None:
+    with suppress(OSError):  # not every system lets a folder be opened
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _take_place(partial: Path, target: Path) -> None:
+    old = _aside(target)
+    if target.exists():
+        os.replace(target, old)
+    try:
+        os.replace(partial, target)
+    except BaseException:
+        if old.exists():
+            os.replace(old, target)
+        raise
+    _flush_names(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def check_checkpoint(folder: AnyPath) -> Header:
+    """Refuse what is not a whole checkpoint in safetensors, with one sentence; returns the header of all its files."""
+    path = Path(folder)
+    if not path.exists():
+        raise MoepressError(f"{path} does not exist")
+    if not path.is_dir():
+        raise MoepressError(f"{path} is a file: give the folder of the checkpoint")
+    if not (path / "config.json").is_file():
+        if (path / "adapter_config.json").is_file():
+            raise MoepressError(f"{path} holds a PEFT adapter only: merge it into its base model first")
+        raise MoepressError(f"{path} is not a model: it has no config.json")
+    _read_json(path / "config.json")
+    if (path / INDEX).is_file():
+        return _check_shards(path)
+    if (path / SINGLE).is_file():
+        return read_header(path / SINGLE)
+    if any(entry.name.endswith(PICKLES) for entry in path.iterdir()):
+        raise MoepressError(
+            f"{path} holds pickled weights only, which can run code when they are loaded: convert it to safetensors"
+        )
+    raise MoepressError(f"{path} holds no weights: there is neither {SINGLE} nor {INDEX}")
+
+
+def _check_shards(path: Path) -> Header:
+    places = _read_json(path / INDEX).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise MoepressError(f"{path / INDEX} is damaged: it has no weight_map")
+    shards = sorted(set(places.values()))
+    if absent := [shard for shard in shards if not (path / shard).is_file()]:
+        raise MoepressError(f"{path} is incomplete: {len(absent)} of {len(shards)} shards are missing, {absent[0]} first")
+    merged: Header = {}
+    for shard in shards:
+        header = read_header(path / shard)
+        if lost := [name for name, place in places.items() if place == shard and name not in header]:
+            raise MoepressError(f"{path} is inconsistent: {shard} does not hold {lost[0]}, which {INDEX} places there")
+        merged |= header
+    return merged
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        content = None
+    if not isinstance(content, dict):
+        raise MoepressError(f"{path} is damaged: it is not valid JSON")
+    return content

@@ -1,0 +1,166 @@
+"""Load a model and its tokenizer from a folder or the Hub; every failure is one sentence."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moepress.checkpoint.folder import check_checkpoint
+from moepress.checkpoint.quantizer import METHOD, shape_compact
+from moepress.errors import MoepressError
+from moepress.models.find import repair
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+AnyPath = str | os.PathLike[str]
+NOT_NEEDED = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "original/*", "metal/*"]
+
+
+@contextmanager
+def quiet(verbose: bool = False) -> Iterator[None]:
+    """Silence the progress bars and logs of transformers."""
+    from transformers.utils import logging
+
+    if verbose:
+        yield
+        return
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def local_folder(source: AnyPath, revision: str | None = None, weights: bool = True) -> Path:
+    """The folder of a checkpoint; one that is named by its Hub id is downloaded first."""
+    path = Path(source).expanduser()
+    if path.exists():
+        return path
+    name = os.fspath(source)
+    if name.count("/") > 1 or name.startswith((".", "~", "/")) or (os.sep != "/" and os.sep in name):
+        raise MoepressError(f"{path} does not exist")
+    from huggingface_hub import snapshot_download
+
+    skipped = NOT_NEEDED if weights else [*NOT_NEEDED, "*.safetensors"]
+    try:
+        return Path(snapshot_download(name, revision=revision, ignore_patterns=skipped))
+    except Exception as error:
+        raise MoepressError(
+            f"{name} is neither a folder here nor a model that the Hub gives: {_first_line(error)}"
+        ) from error
+
+
+def load_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        raise MoepressError(f"{folder} is not a model: it has no config.json")
+    try:
+        with quiet():
+            return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise MoepressError(f"the config.json in {folder} is not understood: {_first_line(error)}") from error
+
+
+def load_skeleton(
+    source: AnyPath, *, trust_remote_code: bool = False, revision: str | None = None
+) -> PreTrainedModel:
+    """The model without its weights, on the meta device; a compact one has its compact shapes."""
+    config = load_config(local_folder(source, revision, weights=False), trust_remote_code)
+    loader = model_class(config)
+    dtype = config.dtype or torch.float32
+    try:
+        with quiet(), torch.device("meta"):
+            model = loader._from_config(config, dtype=dtype) if hasattr(loader, "_from_config") else None
+            model = model or loader.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise MoepressError(f"{source} cannot be built: {_first_line(error)}") from error
+    if quantization_method(config) == METHOD:
+        shape_compact(model, config.quantization_config)
+    return model.eval()
+
+
+def load_model(
+    source: AnyPath,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    verbose: bool = False,
+) -> PreTrainedModel:
+    """Load a plain or compact model in its own class. Nothing may be missing: no weight is ever random."""
+    folder = local_folder(source, revision)
+    check_checkpoint(folder)
+    config = load_config(folder, trust_remote_code)
+    method = quantization_method(config)
+    if method not in (None, METHOD):
+        raise MoepressError(f"{source} is quantised with {method}: give the checkpoint in its original precision")
+    loader = model_class(config)
+    options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
+    if device is not None:
+        options["device_map"] = {"": torch.device(device)}
+    if trust_remote_code:
+        options["trust_remote_code"] = True
+    try:
+        with quiet(verbose):
+            model, info = loader.from_pretrained(folder, config=config, **options)
+    except (MoepressError, MemoryError, KeyboardInterrupt, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise MoepressError(f"{source} cannot be loaded: {_first_line(error)}") from error
+    if missing := sorted(info["missing_keys"]):
+        raise MoepressError(f"{source} is incomplete: {missing[0]} is missing ({len(missing)} tensors in all)")
+    for reason in repair(model):
+        warnings.warn(reason, stacklevel=2)
+    return model
+
+
+def load_tokenizer(
+    source: AnyPath, *, trust_remote_code: bool = False, revision: str | None = None
+) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    folder = local_folder(source, revision)
+    try:
+        with quiet():
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise MoepressError(f"{source} has no tokenizer that can be loaded: {_first_line(error)}") from error
+
+
+def model_class(config: PreTrainedConfig) -> Any:
+    """The class that wrote the checkpoint, or an Auto class for code that comes with it."""
+    import transformers
+
+    name = (config.architectures or [""])[0]
+    native = getattr(transformers, name, None) if name else None
+    if native is not None and hasattr(native, "from_pretrained") and not getattr(config, "auto_map", None):
+        return native
+    if name.endswith("ForConditionalGeneration") and not config.is_encoder_decoder:
+        return transformers.AutoModelForImageTextToText
+    if config.is_encoder_decoder:
+        return transformers.AutoModelForSeq2SeqLM
+    return transformers.AutoModel if name.endswith("Model") else transformers.AutoModelForCausalLM
+
+
+def quantization_method(config: PreTrainedConfig) -> str | None:
+    quantization = getattr(config, "quantization_config", None) or {}
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+    return getattr(method, "value", method)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

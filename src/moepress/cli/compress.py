@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+import yaml
+
+from moepress.cli.output import Json, print_json, print_table, quiet_if
+from moepress.errors import MoepressError
+
+Opt = Optional  # noqa: UP045 - typer reads these annotations at run time
+
+
+def compress(
+    model: Annotated[str, typer.Argument(help="A folder or a Hub name.")],
+    out: Annotated[Opt[Path], typer.Option("-o", "--out", help="Where the smaller model goes.")] = None,
+    method: Annotated[Opt[str], typer.Option(help="See `moepress methods`.")] = None,
+    preset: Annotated[Opt[str], typer.Option(help="A named variation of the method, such as paper.")] = None,
+    keep: Annotated[Opt[str], typer.Option(help="Experts per layer: a count (8) or a fraction (0.5).")] = None,
+    target_size: Annotated[Opt[str], typer.Option(help="Instead of --keep: size of the output, such as 12GB.")] = None,
+    calibration: Annotated[
+        Opt[str],
+        typer.Option(
+            help="Text of the kind that the model will serve: FILE.jsonl, FILE.txt, hub:NAME:SPLIT, task:NAME, "
+            "or a mixture a.jsonl:0.3,b.jsonl:0.7."
+        ),
+    ] = None,
+    samples: Annotated[Opt[str], typer.Option(help="Calibration samples, or `all`. [default: 256]")] = None,
+    length: Annotated[Opt[int], typer.Option(help="Tokens of a sample. [default: 512]")] = None,
+    batch_size: Annotated[Opt[int], typer.Option(help="Samples of a forward pass. [default: 8]")] = None,
+    chat_template: Annotated[
+        Opt[bool], typer.Option("--chat-template/--no-chat-template", help="Render messages with the chat template.")
+    ] = None,
+    format: Annotated[
+        Opt[str], typer.Option(help="compact (smallest) or vanilla (loads everywhere). [default: compact]")
+    ] = None,
+    router: Annotated[Opt[str], typer.Option(help="redirect, keep or mean.")] = None,
+    multiple_of: Annotated[Opt[int], typer.Option(help="Experts per layer in multiples of this.")] = None,
+    seed: Annotated[Opt[int], typer.Option(help="Of everything random. [default: 0]")] = None,
+    recipe: Annotated[Opt[Path], typer.Option(help="A YAML recipe; options here go over it.")] = None,
+    set: Annotated[
+        Opt[list[str]], typer.Option("--set", help="Any recipe entry: --set plan.similarity=router-weight.")
+    ] = None,
+    plan: Annotated[Opt[Path], typer.Option(help="Use this (edited) plan.json instead of making one.")] = None,
+    statistics: Annotated[Opt[Path], typer.Option(help="Use these saved statistics instead of calibrating.")] = None,
+    device: Annotated[Opt[str], typer.Option(help="cpu, cuda, … [default: cpu]")] = None,
+    revision: Annotated[Opt[str], typer.Option(help="Branch, tag or commit of a Hub model.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the model.")] = False,
+    max_shard_size: Annotated[str, typer.Option(help="Of the output's files.")] = "5GB",
+    overwrite: Annotated[bool, typer.Option(help="Replace an output folder that exists.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Only say what would come out: sizes, time, memory.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a model smaller."""
+    from moepress import api
+    from moepress.estimate import estimate
+
+    options = given_options(
+        {
+            "method": method,
+            "preset": preset,
+            "keep": parse_keep(keep),
+            "target_size": target_size,
+            "calibration.samples": samples if samples in (None, "all") else parse_int("--samples", str(samples)),
+            "calibration.length": length,
+            "calibration.batch_size": batch_size,
+            "calibration.chat_template": chat_template,
+            "format": format,
+            "router": router,
+            "multiple_of": multiple_of,
+            "seed": seed,
+        },
+        set or [],
+    )
+    with quiet_if(as_json):
+        if dry_run:
+            made = api.prepare_recipe(recipe, calibration, options)
+            predicted = estimate(model, made, trust_remote_code=trust_remote_code, revision=revision)
+            if as_json:
+                print_json(predicted.to_dict())
+            else:
+                print_table(f"{model}, dry run", ["", "before", "after"], predicted.rows(), predicted.note())
+            return
+        if out is None:
+            raise MoepressError("say where the output goes: -o FOLDER")
+        result = api.compress(
+            model,
+            out,
+            recipe=recipe,
+            calibration=calibration,
+            statistics=statistics,
+            plan=plan,
+            overwrite=overwrite,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            revision=revision,
+            max_shard_size=max_shard_size,
+            **options,
+        )
+    report = result.report() | {"folder": str(out)}
+    if as_json:
+        print_json(report)
+        return
+    rows = [
+        ["parameters", f"{result.before.parameters:,}", f"{result.after.parameters:,}"],
+        ["of these in experts", f"{result.before.expert_parameters:,}", f"{result.after.expert_parameters:,}"],
+        ["weights", result.before.human(), result.after.human()],
+    ]
+    took = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in result.outcome.seconds.items())
+    print_table(f"{model} → {out}", ["", "before", "after"], rows, took)
+    if result.outcome.recipe.format == "compact":
+        typer.echo(f"Load it: import moepress; AutoModel….from_pretrained({str(out)!r})")
+
+
+def given_options(named: dict[str, Any], assignments: list[str]) -> dict[str, Any]:
+    """Options that were given, and those of --set (as YAML values) over them."""
+    options = {name: value for name, value in named.items() if value is not None}
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        if not equals or not key:
+            raise MoepressError(f"--set wants KEY=VALUE, such as plan.similarity=router-weight, not {assignment!r}")
+        try:
+            options[key.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise MoepressError(f"--set {key}: {value!r} is not a YAML value") from None
+    return options
+
+
+def parse_keep(text: str | None) -> int | float | None:
+    """8 is a count; 0.5, or anything with a decimal point, a fraction."""
+    if text is None:
+        return None
+    try:
+        return float(text) if "." in text or "e" in text.lower() else int(text)
+    except ValueError:
+        raise MoepressError(f"--keep wants a count (8) or a fraction (0.5), not {text!r}") from None
+
+
+def parse_int(option: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise MoepressError(f"{option} wants a number, not {text!r}") from None

@@ -1,0 +1,53 @@
+"""Put the commands together; say errors in one sentence with exit code 2."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from moepress import __version__
+from moepress.cli import compress, demo, evaluate, export, inspect, methods
+from moepress.errors import MoepressError
+
+app = typer.Typer(
+    name="moepress",
+    help="Make Mixture-of-Experts models smaller: merge their experts and write checkpoints that really load.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for command in (compress, inspect, evaluate, export, methods, demo):
+    name = command.__name__.rpartition(".")[2]
+    app.command(name)(getattr(command, name))
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        import platform
+        from importlib.metadata import version
+
+        versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "safetensors"))
+        typer.echo(f"moepress {__version__} ({versions}, Python {platform.python_version()}, {platform.platform()})")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show versions and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    try:
+        app()
+    except MoepressError as error:
+        print(f"moepress: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("moepress: interrupted; nothing was written", file=sys.stderr)
+        sys.exit(130)

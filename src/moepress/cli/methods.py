@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import typer
+
+from moepress.cli.output import Json, print_json
+
+
+def methods(as_json: Json = False) -> None:
+    """Every method and component: what it does, its parameters, its paper."""
+    from moepress.methods import METHODS
+    from moepress.recipe import PLACES
+
+    listing: dict[str, list[dict[str, Any]]] = {"method": [describe(cls) for _, cls in METHODS]}
+    for place, registry in PLACES.items():
+        listing[place] = [describe(cls) for _, cls in registry]
+    if as_json:
+        print_json(listing)
+        return
+    for place, entries in listing.items():
+        typer.secho(f"\n{place}", bold=True)
+        for entry in entries:
+            parameters = ", ".join(f"{name}={default!r}" for name, default in entry.get("parameters", {}).items())
+            typer.echo(f"  {entry['name']}{f' ({parameters})' if parameters else ''}: {entry['summary']}")
+            if entry["presets"]:
+                typer.echo(f"    presets: {', '.join(entry['presets'])}")
+            if entry["paper"]:
+                typer.echo(f"    {entry['paper']}")
+
+
+def describe(cls: Any) -> dict[str, Any]:
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    return {
+        "name": cls.name,
+        "summary": " ".join((cls.__doc__ or "").split()),
+        "parameters": {field.name: field.default for field in fields},
+        "presets": sorted(getattr(cls, "presets", {})),
+        "paper": cls.paper,
+    }

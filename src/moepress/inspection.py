@@ -1,0 +1,84 @@
+"""Look at a model without reading its weights."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from moepress.checkpoint.compact import compact_specs
+from moepress.checkpoint.load import load_skeleton
+from moepress.checkpoint.sizes import Sizes, sizes_of
+from moepress.models.find import scan
+
+
+@dataclass(frozen=True)
+class InspectedLayer:
+    name: str
+    experts: int
+    physical: int
+    top_k: int
+    groups: int
+    hidden_units: int
+    parameters: int
+    router: str
+    refused: str | None = None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    architecture: str
+    sizes: Sizes
+    layers: list[InspectedLayer]
+    compact: bool
+
+    @property
+    def refused(self) -> list[InspectedLayer]:
+        return [layer for layer in self.layers if layer.refused]
+
+    def note(self) -> str:
+        share = self.sizes.expert_parameters / max(self.sizes.parameters, 1)
+        text = f"{self.sizes.parameters:,} parameters, {self.sizes.human()}, {share:.0%} of them in experts"
+        if not self.layers:
+            return text + "; no MoE layers: a dense model, nothing to merge"
+        if self.compact:
+            text += "; compact"
+        return text + (f"; refused because of {self.refused[0].name}: {self.refused[0].refused}" if self.refused else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "architecture": self.architecture,
+            "compact": self.compact,
+            "supported": bool(self.layers) and not self.refused,
+            "sizes": self.sizes.to_dict(),
+            "layers": [asdict(layer) for layer in self.layers],
+        }
+
+
+def inspect_model(
+    source: str | os.PathLike[str], *, trust_remote_code: bool = False, revision: str | None = None
+) -> Inspection:
+    model = load_skeleton(source, trust_remote_code=trust_remote_code, revision=revision)
+    layers = []
+    for name, block, adapter, refused in scan(model):
+        if adapter is None or refused is not None:
+            layers.append(InspectedLayer(name, 0, 0, 0, 0, 0, 0, "", refused))
+            continue
+        bank, router = adapter.read_bank(block), adapter.read_router(block)
+        parameters = sum(tensor.numel() for tensor in bank.tensors().values())
+        layers.append(
+            InspectedLayer(
+                name,
+                adapter.num_experts(block),
+                bank.num_experts,
+                router.top_k,
+                router.groups,
+                bank.hidden_units,
+                parameters,
+                router.rule,
+            )
+        )
+    return Inspection(type(model).__name__, sizes_of(model), layers, bool(compact_specs(model)))
+
+
+__all__ = ["InspectedLayer", "Inspection", "inspect_model"]

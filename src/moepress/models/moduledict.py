@@ -1,0 +1,80 @@
+"""Families that keep one module per expert in a ModuleDict: `expert_0`, `expert_1`, …"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from moepress.models.adapter import Block
+from moepress.models.layer import CompactSpec, ExpertBank
+from moepress.models.linear_router import LinearRouterAdapter
+
+
+class ModuleDictAdapter(LinearRouterAdapter):
+    """Two linear maps an expert, without gate. Reading stacks them, which is a copy; writing copies back."""
+
+    first: ClassVar[str]
+    second: ClassVar[str]
+
+    def matches(self, block: Block) -> bool:
+        experts = getattr(block, "experts", None)
+        if not isinstance(experts, nn.ModuleDict) or "expert_0" not in experts:
+            return False
+        children = dict(experts["expert_0"].named_children())
+        return self.first in children and self.second in children
+
+    def modules(self, block: Block) -> list[Block]:
+        """The experts in order. (NLLB's dictionary also holds a dropout.)"""
+        experts = self.experts(block)
+        names = (f"expert_{e}" for e in range(len(experts)))  # type: ignore[arg-type]
+        return [experts[name] for name in names if name in experts]  # type: ignore[index, operator]
+
+    def stored(self, block: Block) -> tuple[int, torch.dtype]:
+        modules = self.modules(block)
+        return len(modules), getattr(modules[0], self.first).weight.dtype
+
+    def refusal(self, block: Block) -> str | None:
+        known = {f"{map_}.{leaf}" for map_ in (self.first, self.second) for leaf in ("weight", "bias")}
+        tensors = {name for expert in self.modules(block) for name, _ in expert.named_parameters()}
+        if unknown := sorted(tensors - known):
+            return f"its experts hold tensors that moepress does not know: {', '.join(unknown)}"
+        return super().refusal(block)
+
+    def read_bank(self, block: Block) -> ExpertBank:
+        experts = self.modules(block)
+        maps = {"up": [getattr(e, self.first) for e in experts], "down": [getattr(e, self.second) for e in experts]}
+
+        def stacked(name: str, leaf: str) -> Tensor | None:
+            tensors = [getattr(linear, leaf) for linear in maps[name]]
+            return None if tensors[0] is None else torch.stack([t.data for t in tensors])
+
+        up_EFD, down_EDF = stacked("up", "weight"), stacked("down", "weight")
+        assert up_EFD is not None and down_EDF is not None
+        return ExpertBank(
+            up_EFD=up_EFD,
+            down_EDF=down_EDF,
+            up_bias_EF=stacked("up", "bias"),
+            down_bias_ED=stacked("down", "bias"),
+            activation=lambda _, up_TF: experts[0].act(up_TF),
+        )
+
+    def write_bank(self, block: Block, bank: ExpertBank) -> None:
+        place = {
+            "up_EFD": (self.first, "weight"),
+            "up_bias_EF": (self.first, "bias"),
+            "down_EDF": (self.second, "weight"),
+            "down_bias_ED": (self.second, "bias"),
+        }
+        experts = self.modules(block)
+        for name, tensor in bank.tensors().items():
+            owner, leaf = place[name]
+            for expert, value in zip(experts, tensor, strict=True):
+                getattr(getattr(expert, owner), leaf).data.copy_(value)
+
+    def reshape_experts(self, block: Block, spec: CompactSpec) -> None:
+        experts = self.experts(block)
+        for e in range(spec.physical, self.stored(block)[0]):
+            del experts[f"expert_{e}"]
+        experts.num_experts = spec.physical

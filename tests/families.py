@@ -1,0 +1,92 @@
+"""What the tests of the model families share: which work, how a batch is walked, how a router is overruled."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from moepress.models.find import find_layers
+from moepress.models.layer import ExpertBank, MoELayer, RouterView
+from moepress.models.walk import CalibrationBatch
+
+from . import zoo
+
+REFUSED = {"diffusion_gemma": "shares its weights"}
+"""Families that moepress refuses, and words of the reason."""
+
+WORKING = [name for name in zoo.FAMILIES if name not in REFUSED and name not in zoo.BROKEN]
+
+
+def build(name: str, seed: int = 0) -> tuple[Any, list[MoELayer]]:
+    model = zoo.build(name, seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NLLB is repaired, with a warning
+        return model, find_layers(model)
+
+
+def calibration(model: Any, name: str, seed: int = 0, **shape: int) -> CalibrationBatch:
+    inputs = zoo.batch(model, name, seed, **shape)
+    keep = {"encoder": inputs["attention_mask"].bool(), "decoder": inputs["attention_mask"].bool()}
+    if "decoder_input_ids" in inputs:
+        keep["decoder"] = torch.ones_like(inputs["decoder_input_ids"], dtype=torch.bool)
+    return CalibrationBatch(inputs, keep)
+
+
+@torch.no_grad()
+def logits_of(model: Any, name: str, seed: int = 0) -> Tensor:
+    return model(**zoo.batch(model, name, seed)).logits
+
+
+def noisy(bank: ExpertBank, seed: int) -> ExpertBank:
+    """The same experts, changed so much that no two are alike and a mix-up shows."""
+    generator = torch.Generator().manual_seed(seed)
+    return bank.map(lambda _, t: t + 0.3 * torch.randn(t.shape, generator=generator))
+
+
+def kept_rows(view: RouterView, experts: list[int]) -> dict[str, Tensor]:
+    """The router rows of some experts, followed by the fixed ones."""
+    rows = view.weight_ED.shape[0]
+    index = torch.tensor([*experts, *range(rows - view.fixed_experts, rows)])
+    return {name: tensor[index].clone() for name, tensor in view.tensors.items()}
+
+
+class _Without(TorchFunctionMode):
+    def __init__(self, shape: tuple[int, ...], columns: list[int]) -> None:
+        super().__init__()
+        self.shape, self.columns = shape, columns
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is nn.functional.linear and tuple(args[1].shape) == self.shape:
+            result = result.index_fill(-1, torch.tensor(self.columns), float("-inf"))
+        return result
+
+
+@contextmanager
+def without(layer: MoELayer, experts: list[int]) -> Iterator[None]:
+    """The layer's native router with the raw scores of some experts forced to -inf and their selection bias too."""
+    adapter: Any = layer.adapter
+    router, weight = adapter.router(layer.block), adapter.scoring(layer.block)[1]
+    biases = [t for name, t in layer.router.tensors.items() if "correction" in name or "bias" in name and t.dim() == 1]
+    before = [t.clone() for t in biases]
+    native = router.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _Without(tuple(weight.shape), experts):
+            return native(*args, **kwargs)
+
+    router.forward = forward
+    for t in biases:
+        t[experts] = -1e9
+    try:
+        yield
+    finally:
+        del router.forward
+        for t, value in zip(biases, before, strict=True):
+            t.copy_(value)

@@ -19,7 +19,7 @@ import moepress
 from moepress.checkpoint.load import load_model, load_tokenizer
 from moepress.data.examples import task_examples
 from moepress.data.windows import read_windows
-from moepress.evaluate import compare, task_metrics
+from moepress.evaluation import compare, task_metrics
 
 RESULTS = Path(__file__).parent / "results" / "m_smoe.json"
 REFERENCE = {

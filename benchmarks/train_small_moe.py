@@ -2,8 +2,8 @@
 
     python benchmarks/train_small_moe.py LAYOUT --corpus FOLDER --tokenizer FOLDER --out FOLDER --minutes 4
 
-LAYOUT: `olmoe` (64 experts top-8), `deepseek` (shared expert, sigmoid + bias, groups), `balanced` (Qwen3-MoE, 16 experts
-top-4, strong load balancing). FOLDER of the corpus: *.jsonl.xz with `text`, `domain`, `split`.
+LAYOUT: `olmoe` (64 experts top-8), `deepseek` (shared expert, sigmoid + bias, groups), `balanced` (Qwen3-MoE,
+16 experts top-4, strong load balancing). FOLDER of the corpus: *.jsonl.xz with `text`, `domain`, `split`.
 """
 
 from __future__ import annotations
@@ -88,13 +88,15 @@ def sample(streams: dict[str, np.ndarray], batch: int, draw: np.random.Generator
 
 def balance_by_bias(model: torch.nn.Module, counts: dict[int, torch.Tensor], step_size: float = 1e-3) -> None:
     """DeepSeek's own balancing: the selection bias of overloaded experts goes down, of idle ones up."""
-    for name, module in model.named_modules():
+    for module in model.modules():
         if hasattr(module, "e_score_correction_bias") and id(module) in counts:
             load = counts[id(module)]
             module.e_score_correction_bias += step_size * torch.sign(load.mean() - load)
 
 
-def train(layout: str, corpus: dict[str, dict[str, np.ndarray]], out: Path, minutes: float, batch: int, lr: float) -> None:
+def train(
+    layout: str, corpus: dict[str, dict[str, np.ndarray]], out: Path, minutes: float, batch: int, lr: float
+) -> None:
     torch.manual_seed(0)
     draw = np.random.default_rng(0)
     model = tr.AutoModelForCausalLM.from_config(LAYOUTS[layout]()).cuda()
@@ -111,7 +113,10 @@ def train(layout: str, corpus: dict[str, dict[str, np.ndarray]], out: Path, minu
     decay = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
-        [dict(params=decay, weight_decay=0.1), dict(params=rest, weight_decay=0.0)], lr=lr, betas=(0.9, 0.95), fused=True
+        [dict(params=decay, weight_decay=0.1), dict(params=rest, weight_decay=0.0)],
+        lr=lr,
+        betas=(0.9, 0.95),
+        fused=True,
     )
     start, step = time.time(), 0
     while (elapsed := time.time() - start) < minutes * 60:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import filecmp
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +13,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests import zoo
+from moepress.checkpoint.compact import save_compact
+from moepress.checkpoint.load import load_model, quiet
 from moepress.errors import UnsupportedModel
 from moepress.models.find import find_layers
 from moepress.models.layer import CompactSpec, MoELayer
+from tests import zoo
 
 COUNTS = (3, 5, 2, 6)
 """Experts kept in the first layers; different on purpose."""
+
+
+@pytest.fixture(autouse=True)
+def silent() -> Iterator[None]:
+    """Without the progress bars and logs of transformers. Importing it into a test file is enough."""
+    with quiet():
+        yield
 
 
 def build(name: str, seed: int = 0) -> PreTrainedModel:
@@ -29,6 +41,13 @@ def build(name: str, seed: int = 0) -> PreTrainedModel:
     return model
 
 
+def loaded_from_files(name: str, folder: Path, fused: bool) -> PreTrainedModel:
+    """A model as users have them: loaded from files that hold each expert apart, or all of a layer in one."""
+    model = build(name)
+    model.save_pretrained(folder, save_original_format=not fused)
+    return load_model(folder)
+
+
 def squeeze(
     model: PreTrainedModel, router: str, counts: tuple[int, ...] = COUNTS, seed: int = 0
 ) -> dict[str, CompactSpec]:
@@ -39,6 +58,13 @@ def squeeze(
         count = counts[i % len(counts)]
         specs[layer.name] = (redirect if router == "redirect" else cut)(layer, count, generator)
     return specs
+
+
+def saved(name: str, folder: Path, router: str = "redirect") -> PreTrainedModel:
+    """A compact checkpoint in `folder`; returns the model in memory."""
+    model = build(name)
+    save_compact(model, squeeze(model, router), folder)
+    return model
 
 
 def redirect(layer: MoELayer, count: int, generator: torch.Generator) -> CompactSpec:
@@ -109,3 +135,9 @@ def assert_same_tensors(a: PreTrainedModel, b: PreTrainedModel) -> None:
 
 def _tensors(model: PreTrainedModel) -> dict[str, Any]:
     return {**model.state_dict(), **dict(model.named_buffers())}
+
+
+def assert_same_files(a: Path, b: Path) -> None:
+    names = sorted(entry.name for entry in a.iterdir())
+    assert names == sorted(entry.name for entry in b.iterdir())
+    assert [name for name in names if not filecmp.cmp(a / name, b / name, shallow=False)] == []

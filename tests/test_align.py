@@ -14,7 +14,9 @@ from moepress.align.solvers import certified_gap
 from moepress.models.layer import ExpertBank, permute_units
 
 
-def bank(experts: int = 3, units: int = 8, width: int = 5, gated: bool = True, bias: bool = True, seed: int = 0) -> ExpertBank:
+def bank(
+    experts: int = 3, units: int = 8, width: int = 5, gated: bool = True, bias: bool = True, seed: int = 0
+) -> ExpertBank:
     draw = torch.Generator().manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, generator=draw, dtype=torch.float64)  # noqa: E731
     tensors = dict(up_EFD=normal(experts, units, width), down_EDF=normal(experts, width, units))
@@ -48,7 +50,9 @@ def test_alignment_finds_a_hidden_permutation(shape, seed, solver):
     # A zero or repeated unit makes the permutation ambiguous, which random normal weights do not have.
     expert = bank(*shape, seed=seed).expert(0)
     order = torch.randperm(expert["up_EFD"].shape[0], generator=torch.Generator().manual_seed(seed))
-    aligned = align_group(ALIGNMENTS.create("weight-matching"), SOLVERS.create(solver), expert, [permute_units(expert, order)])
+    aligned = align_group(
+        ALIGNMENTS.create("weight-matching"), SOLVERS.create(solver), expert, [permute_units(expert, order)]
+    )
     for name, tensor in expert.items():
         assert torch.equal(aligned.experts[0][name], tensor)
     assert max(aligned.gaps) <= 1e-4

@@ -25,16 +25,17 @@ observe
 plan
 align
 merge
+refit
 prune
 decompose
 checkpoint
-evaluate
+evaluation
 recover
 methods
 recipe
 fit
 pipeline
-report
+report bench
 api
 estimate
 inspection

@@ -6,7 +6,7 @@ import torch
 
 from moepress.data import CalibrationData, calibration_batches, read_windows, task_examples, window_batches
 from moepress.errors import MoepressError
-from moepress.evaluate import compare, evaluating, in_dtype, logits, perplexity, task_metrics
+from moepress.evaluation import compare, evaluating, in_dtype, logits, perplexity, task_metrics
 from moepress.tasks import TASKS, Example
 
 from . import zoo
@@ -174,7 +174,7 @@ def by_hand(model, example, choice):
 
 @pytest.mark.parametrize("kind", ["model", "seq2seq"])
 def test_choices_are_scored_as_whole_sequences(kind, request, word_tokenizer):
-    from moepress.evaluate.task import score_choices
+    from moepress.evaluation.task import score_choices
 
     model = request.getfixturevalue(kind)
     scores = score_choices(model, TASKS.create("sst2"), EXAMPLES, word_tokenizer, batch_size=3)
@@ -276,7 +276,7 @@ metric_list:
 
 def test_lm_eval_needs_a_tokenizer(model):
     pytest.importorskip("lm_eval")
-    from moepress.evaluate.lm_eval import lm_eval_model
+    from moepress.evaluation.lm_eval import lm_eval_model
 
     with pytest.raises(MoepressError, match="needs its tokenizer"):
         lm_eval_model(model)
@@ -290,7 +290,7 @@ def test_lm_eval_runs_a_local_task(fixtures, tmp_path, monkeypatch, given):
     lm_eval = pytest.importorskip("lm_eval")
     from lm_eval.tasks import TaskManager
 
-    from moepress.evaluate.lm_eval import lm_eval_model
+    from moepress.evaluation.lm_eval import lm_eval_model
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     task, examples = task_examples("sst2", folder=fixtures / "data/tasks", limit=12)

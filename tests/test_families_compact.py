@@ -137,6 +137,8 @@ def cut(name: str) -> tuple[Any, list[MoELayer]]:
 def test_rows_compute_what_the_others_forbidden_compute(name: str) -> None:
     native, native_layers = build(name)
     compact, able = cut(name)
+    if name == "zaya":  # the faster implementations forgive a skip that is not recognised
+        compact.set_experts_implementation("eager")
     dropped = [e for e in range(E) if e not in KEPT]
     with ExitStack() as stack:
         for layer in native_layers:
@@ -286,7 +288,7 @@ def test_redirect_in_bf16(name: str) -> None:
 )
 def test_gradients_are_those_of_the_duplicates(name: str) -> None:
     """A physical expert gets the sum of what its duplicates would get."""
-    native, compact, layers = redirected(name, 2)
+    native, compact, _ = redirected(name, 2)
     for model in (native, compact):
         model(**zoo.batch(model, name)).logits.square().mean().backward()
     natives = dict(native.named_parameters())

@@ -323,5 +323,3 @@ def test_import_registers_before_and_after_transformers() -> None:
     check = "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as m; assert 'moepress' in m"
     for program in (f"import moepress; {check}", f"import transformers.quantizers.auto, moepress; {check}"):
         assert subprocess.run([sys.executable, "-c", program]).returncode == 0
-
-

@@ -67,7 +67,9 @@ def test_unused_group_is_averaged_not_zeroed():
 
 def test_frequency_weights_count():
     made = bank(2, bias=False)
-    merged = merge_layer(made, one_group(2, [3, 1], "frequency"), MERGES.create("frequency"), ALIGNMENTS.create("none"), SCIPY)
+    merged = merge_layer(
+        made, one_group(2, [3, 1], "frequency"), MERGES.create("frequency"), ALIGNMENTS.create("none"), SCIPY
+    )
     assert torch.allclose(merged.bank.up_EFD[0], 0.75 * made.up_EFD[0] + 0.25 * made.up_EFD[1])
 
 

@@ -45,7 +45,7 @@ def test_redirect_equals_the_original_with_merged_weights_in_every_slot(name):
 @pytest.mark.parametrize("router", ["redirect", "keep", "mean"])
 @pytest.mark.parametrize("similarity", ["router-logits", "router-weight", "expert-weight", "random"])
 def test_every_similarity_and_router_action_runs(router, similarity):
-    model, outcome = pressed("qwen3_moe", **{"plan.similarity": similarity, "router": router, "plan.budget": "uniform"})
+    model, _ = pressed("qwen3_moe", **{"plan.similarity": similarity, "router": router, "plan.budget": "uniform"})
     assert {layer.bank.num_experts for layer in find_layers(model)} == {4}
     with torch.no_grad():
         assert torch.isfinite(model(**zoo.batch(model, "qwen3_moe")).logits).all()
@@ -83,7 +83,9 @@ def test_saved_statistics_and_an_edited_plan_replace_their_stages(tmp_path):
     assert again.plan == outcome.plan
     edited = zoo.build("qwen3_moe")
     press(edited, outcome.recipe, lambda: [], plan=Plan.load(tmp_path / "p.json"))
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), edited.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.state_dict().values(), edited.state_dict().values(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(

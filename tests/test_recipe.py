@@ -36,7 +36,9 @@ def test_bad_recipes_say_what_is_wrong(text):
 
 
 def test_later_entries_win_and_dots_are_sections():
-    recipe = make_recipe({"plan": {"similarity": "random"}, "keep": 4}, {"plan.similarity": "router-weight", "keep": 0.5})
+    recipe = make_recipe(
+        {"plan": {"similarity": "random"}, "keep": 4}, {"plan.similarity": "router-weight", "keep": 0.5}
+    )
     assert recipe.plan.similarity == "router-weight" and recipe.keep == 0.5
 
 

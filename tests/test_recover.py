@@ -7,7 +7,7 @@ import torch
 from moepress.data import read_windows, window_batches
 from moepress.data.batches import answer_batches
 from moepress.errors import MoepressError
-from moepress.evaluate import compare
+from moepress.evaluation import compare
 from moepress.recover import RecoverOptions, TrainingHook, recover
 from moepress.recover.loss import at_targets, distillation
 from moepress.recover.parameters import expert_parameters, router_parameters

@@ -107,7 +107,7 @@ def test_probabilities_are_rounded_before_they_are_compared() -> None:
 
 
 def test_bf16_equals_the_native_layer() -> None:
-    native, compact, layers = models(native_capacity(), torch.bfloat16)
+    native, _, layers = models(native_capacity(), torch.bfloat16)
     tied, x_BSD = 0, torch.randn(2, 40, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     for layer in layers:
         twin: Any = native.get_submodule(layer.name)
@@ -155,7 +155,7 @@ def test_backward_reaches_router_and_experts() -> None:
 
 
 def test_router_logits_are_raw_logits() -> None:
-    native, compact, layers = models(native_capacity())
+    _, compact, layers = models(native_capacity())
     inputs = zoo.batch(compact, NAME)
     seen: list[Tensor] = []
     for layer in layers:

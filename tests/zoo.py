@@ -184,9 +184,7 @@ def _config(cls_name: str, **overrides: Any) -> PreTrainedConfig:
     return cls(**copy.deepcopy({k: v for k, v in _COMMON.items() if k in declared} | overrides))
 
 
-def _nested(
-    cls_name: str, text_cls: str, *text: dict[str, Any], **top: Any
-) -> Callable[[], PreTrainedConfig]:
+def _nested(cls_name: str, text_cls: str, *text: dict[str, Any], **top: Any) -> Callable[[], PreTrainedConfig]:
     """A multimodal config: its MoE fields sit in `text_config`."""
     merged = {k: v for part in text for k, v in part.items()}
     return lambda: _config(cls_name, text_config=_config(text_cls, **merged), **top)
@@ -396,9 +394,7 @@ def _redraw(model: PreTrainedModel, generator: torch.Generator) -> None:
                 buffer.add_(noise(buffer, 0.1))
 
 
-def batch(
-    model: PreTrainedModel, name: str, seed: int = 0, batch: int = 2, length: int = 9
-) -> dict[str, Tensor]:
+def batch(model: PreTrainedModel, name: str, seed: int = 0, batch: int = 2, length: int = 9) -> dict[str, Tensor]:
     """Random arguments for `model(**...)`; the last row is padded on the right."""
     generator = torch.Generator().manual_seed(seed)
 

@@ -34,7 +34,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'moepress' has no attribute {name!r}")
     import importlib
 
-    # `moepress.evaluate` is a package as well: the function is what users mean.
     value = getattr(importlib.import_module(_PLACES[name]), name)
     globals()[name] = value
     return value

@@ -46,6 +46,7 @@ class Compressed:
             "after": self.after.to_dict(),
             "experts": {layer.name: [layer.experts, layer.physical] for layer in outcome.plan.layers},
             "worst_alignment_gap": max(outcome.gaps.values(), default=0.0),
+            "alignments": dict(sorted(outcome.solved.items())),
             "seconds": {stage: round(seconds, 3) for stage, seconds in outcome.seconds.items()},
             "versions": {name: version(name) for name in ("torch", "transformers", "safetensors")}
             | {"python": platform.python_version()},
@@ -76,7 +77,9 @@ def compress(
     """
     made = prepare_recipe(recipe, calibration, options)
     saved_plan = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)
-    saved_statistics = statistics if isinstance(statistics, Statistics) or statistics is None else Statistics.load(statistics)
+    saved_statistics = (
+        statistics if isinstance(statistics, Statistics) or statistics is None else Statistics.load(statistics)
+    )
     if saved_plan is None and saved_statistics is None and not made.calibration.source:
         raise MoepressError("calibration text is missing: give calibration=FILE, a Hub dataset or a task")
     if out is None:
@@ -176,7 +179,13 @@ def export(
         if not specs:
             raise MoepressError(f"{model} is not a compact checkpoint: there is nothing to export")
         save_vanilla(
-            loaded, specs, folder, source=model, duplicate=duplicate, multiple_of=multiple_of, max_shard_size=max_shard_size
+            loaded,
+            specs,
+            folder,
+            source=model,
+            duplicate=duplicate,
+            multiple_of=multiple_of,
+            max_shard_size=max_shard_size,
         )
         return sizes_of(loaded)
 
@@ -197,7 +206,7 @@ def evaluate(
     """Perplexity on text or accuracy on a task; with `against`, also KL to that original and top-1 agreement."""
     from moepress.data.batches import CalibrationData
     from moepress.data.examples import task_examples
-    from moepress.evaluate import compare, perplexity, task_metrics
+    from moepress.evaluation import compare, perplexity, task_metrics
 
     if (text is None) == (task is None):
         raise MoepressError("evaluate on either text or a task")
@@ -213,5 +222,3 @@ def evaluate(
     if original is None:
         return perplexity(loaded, batches).to_dict()
     return compare(loaded, original, batches).to_dict()
-
-

@@ -10,11 +10,11 @@ from moepress import api
 from moepress.checkpoint.load import load_model
 from moepress.checkpoint.sizes import sizes_of
 from moepress.data.batches import CalibrationData, calibration_batches
-from moepress.evaluate import compare
+from moepress.evaluation import compare
 from moepress.models.find import find_layers
 from moepress.progress import track
 
-FORMS = {"compact": {"format": "compact"}, "vanilla": {"format": "vanilla"}}
+FORMS = ("compact", "vanilla")
 
 
 def run_demo(out: Path, overwrite: bool = True) -> dict[str, Any]:
@@ -27,15 +27,14 @@ def run_demo(out: Path, overwrite: bool = True) -> dict[str, Any]:
         same = compare(original, original, text)
         rows = [_row("original", original, same.model.perplexity, same.kl)]
         results = {}
-        for name, options in track(FORMS.items(), "compress", len(FORMS)):
+        for name in track(FORMS, "compress"):
             results[name] = api.compress(
                 source,
                 out / name,
                 calibration=str(assets / "demo-text.jsonl"),
                 keep=0.5,
                 overwrite=overwrite,
-                **options,
-                **{"calibration.length": 256, "calibration.samples": 128},
+                recipe={"format": name, "calibration": {"length": 256, "samples": 128}},
             )
             reloaded = load_model(out / name)
             score = compare(reloaded, original, text)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from moepress.align import match
 from moepress.api import open_source
 from moepress.checkpoint.sizes import human_size, sizes_of
 from moepress.data.batches import calibration_batches
@@ -62,7 +63,9 @@ def estimate(
     chosen = [layer for layer in layers if layer.name not in skipped]
     freed = sum(layer.expert_parameters * (1 - average / layer.num_experts) for layer in chosen)
     width = {layer.name: next(iter(layer.bank.tensors().values())).element_size() for layer in chosen}
-    freed_bytes = sum(layer.expert_parameters * (1 - average / layer.num_experts) * width[layer.name] for layer in chosen)
+    freed_bytes = sum(
+        layer.expert_parameters * (1 - average / layer.num_experts) * width[layer.name] for layer in chosen
+    )
     sizes = sizes_of(loaded)
     batches: list[CalibrationBatch] = []
     if recipe.calibration.source:
@@ -94,7 +97,5 @@ def _one_alignment(layer: MoELayer, recipe: Recipe) -> float:
     bank = layer.bank
     start = time.perf_counter()
     with torch.no_grad():
-        cost_FF = recipe.component("align.method").cost(bank.expert(0), bank.expert(1))
-        if cost_FF is not None:
-            recipe.component("align.solver").solve(cost_FF)
+        match(recipe.component("align.method"), recipe.component("align.solver"), [(bank.expert(0), bank.expert(1))])
     return time.perf_counter() - start

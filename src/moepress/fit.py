@@ -17,8 +17,11 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "m
 
 
 def check_fit(recipe: Recipe, layers: list[MoELayer]) -> None:
+    parse_size(recipe.align.memory)
     if (recipe.keep is None) == (recipe.target_size is None):
         raise MoepressError("say how small: either keep (8 experts, or 0.5 of them) or target_size (12GB)")
+    if recipe.component("plan.grouping").drops and recipe.router != "keep":
+        raise MoepressError("pruned experts take their router rows along: use router=keep")
     if recipe.format == "vanilla":
         if recipe.router == "redirect":
             raise MoepressError("a vanilla checkpoint has one router row per expert: use router=keep or router=mean")
@@ -70,7 +73,9 @@ def average_experts(recipe: Recipe, model: nn.Module, layers: list[MoELayer], sk
     average = (target - other) / one_of_each
     if average < 1:
         least = other + one_of_each
-        raise MoepressError(f"target_size {recipe.target_size}: with one expert a layer it would be {human_size(least)}")
+        raise MoepressError(
+            f"target_size {recipe.target_size}: with one expert a layer it would be {human_size(least)}"
+        )
     return min(average, float(experts))
 
 

@@ -43,7 +43,9 @@ class Inspection:
             return text + "; no MoE layers: a dense model, nothing to merge"
         if self.compact:
             text += "; compact"
-        return text + (f"; refused because of {self.refused[0].name}: {self.refused[0].refused}" if self.refused else "")
+        return text + (
+            f"; refused because of {self.refused[0].name}: {self.refused[0].refused}" if self.refused else ""
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,10 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
-from moepress.align import ALIGNMENTS, align_bank
+from moepress.align import ALIGNMENTS, align_bank, kinds
 from moepress.errors import MoepressError
-from moepress.evaluate.precision import in_dtype
-from moepress.fit import average_experts, check_fit, skipped_layers
+from moepress.evaluation.precision import in_dtype
+from moepress.fit import average_experts, check_fit, parse_size, skipped_layers
 from moepress.merge import merge_layer, router_rows
 from moepress.models.find import find_layers
 from moepress.models.layer import CompactSpec, MoELayer
@@ -22,6 +23,7 @@ from moepress.observe import Statistics
 from moepress.plan import LayerFacts, LayerPlan, Plan, Planner
 from moepress.progress import track
 from moepress.recipe import Recipe
+from moepress.refit import Refit
 
 
 @dataclass
@@ -36,6 +38,8 @@ class Outcome:
     seconds: dict[str, float] = field(default_factory=dict)
     gaps: dict[str, float] = field(default_factory=dict)
     """Worst certified alignment gap by layer."""
+    solved: Counter[str] = field(default_factory=Counter)
+    """How many alignments were solved in which way."""
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -64,7 +68,11 @@ def press(
     planner.check(facts_of(layers, Statistics(), recipe), skipped, average)
     outcome = Outcome(model, recipe, Plan(layers=()), statistics or Statistics(), {})
 
-    if statistics is None and plan is None:
+    if statistics is not None and recipe.sequential:
+        raise MoepressError("sequential compression gathers its statistics as it goes: it cannot use saved ones")
+    refit: Refit = recipe.component("refit.method")
+    visiting = recipe.sequential or refit.visits
+    if plan is None and statistics is None and not (recipe.sequential and planner.budget.one_count):
         with outcome.timed("observe"), in_dtype(model, calibration_dtype(recipe, model)):
             for visit in track(walk(model, batches(), layers=layers), "observe", len(layers)):
                 outcome.statistics.gather(visit, planner.needs)
@@ -74,14 +82,30 @@ def press(
             for layer in track(layers, "align"):
                 align_to_first(layer, recipe, outcome)
 
-    with outcome.timed("plan"):
-        outcome.plan = plan or planner.make(facts_of(layers, outcome.statistics, recipe), skipped, average)
+    if not visiting:
+        with outcome.timed("plan"):
+            outcome.plan = plan or planner.make(facts_of(layers, outcome.statistics, recipe), skipped, average)
+        with outcome.timed("merge"):
+            for layer in track(layers, "merge"):
+                rebuild(layer, outcome.plan.of(layer.name), recipe, outcome)
+        return outcome
 
-    with outcome.timed("merge"):
-        for layer in track(layers, "merge"):
-            layer_plan = outcome.plan.of(layer.name)
-            if not layer_plan.untouched:
-                outcome.specs[layer.name] = rebuild(layer, layer_plan, recipe, outcome)
+    counts = planner.counts(facts_of(layers, outcome.statistics, recipe), skipped, average)
+    made: dict[str, LayerPlan] = {}
+    with outcome.timed("merge"), stored_dtypes(layers), in_dtype(model, calibration_dtype(recipe, model)):
+        walked = walk(model, batches(), layers=layers, sequential=recipe.sequential, reference=refit.reference)
+        for visit in track(walked, "compress", len(layers)):
+            layer = visit.layer
+            if plan is None and recipe.sequential:
+                outcome.statistics.gather(visit, planner.needs)
+            facts = facts_of([layer], outcome.statistics, recipe)[0]
+            made[layer.name] = plan.of(layer.name) if plan else planner.layer(facts, counts[layer.name])
+            if made[layer.name].untouched:
+                continue
+            whole = refit.remember(visit)
+            rebuild(layer, made[layer.name], recipe, outcome)
+            refit.fit(visit, whole)
+    outcome.plan = Plan(layers=tuple(made[layer.name] for layer in layers))
     return outcome
 
 
@@ -91,21 +115,36 @@ def calibration_dtype(recipe: Recipe, model: PreTrainedModel) -> torch.dtype | N
     return torch.float32 if recipe.precision == "float32" or (recipe.precision == "auto" and on_cpu) else None
 
 
+@contextmanager
+def stored_dtypes(layers: list[MoELayer]) -> Iterator[None]:
+    """Layers that are rebuilt inside are new tensors: they go back to the precision that the old ones had."""
+    before = {layer.name: {name: t.dtype for name, t in layer.block.state_dict().items()} for layer in layers}
+    yield
+    for layer in layers:
+        for name, tensor in [*layer.block.named_parameters(), *layer.block.named_buffers()]:
+            dtype = before[layer.name].get(name, tensor.dtype)
+            if tensor.dtype != dtype:
+                tensor.data = tensor.data.to(dtype)
+
+
 def align_to_first(layer: MoELayer, recipe: Recipe, outcome: Outcome) -> None:
     """Every expert in the unit order of the layer's first; what the layer computes does not change."""
-    bank, gaps = align_bank(recipe.component("align.method"), recipe.component("align.solver"), layer.bank)
+    method, solver, memory = recipe.component("align.method"), recipe.component("align.solver"), recipe.align.memory
+    bank, solutions = align_bank(method, solver, layer.bank, memory=parse_size(memory))
     layer.adapter.write_bank(layer.block, bank)
-    outcome.gaps[layer.name] = max(gaps, default=0.0)
+    outcome.gaps[layer.name] = max((solution.gap for solution in solutions), default=0.0)
+    outcome.solved += kinds(solutions)
 
 
 @torch.no_grad()
-def rebuild(layer: MoELayer, plan: LayerPlan, recipe: Recipe, outcome: Outcome) -> CompactSpec:
+def rebuild(layer: MoELayer, plan: LayerPlan, recipe: Recipe, outcome: Outcome) -> None:
     """Carry out one layer's plan on the model."""
     check_plan(layer, plan)
+    if plan.untouched:
+        return
     alignment = recipe.component("align.method") if recipe.align.reference != "first" else ALIGNMENTS.create("none")
-    merged = merge_layer(
-        layer.bank, plan, recipe.component("merge.operator"), alignment, recipe.component("align.solver")
-    )
+    operator, solver = recipe.component("merge.operator"), recipe.component("align.solver")
+    merged = merge_layer(layer.bank, plan, operator, alignment, solver, parse_size(recipe.align.memory))
     rows = router_rows(layer.router, plan) if plan.router != "redirect" else {}
     spec = CompactSpec(
         plan.experts, plan.physical, "redirect" if plan.router == "redirect" else "rows", recipe.capacity
@@ -118,8 +157,9 @@ def rebuild(layer: MoELayer, plan: LayerPlan, recipe: Recipe, outcome: Outcome) 
         expert_map.copy_(torch.tensor(plan.expert_map()))
     else:
         layer.adapter.write_router(layer.block, rows)
-    outcome.gaps[layer.name] = max([outcome.gaps.get(layer.name, 0.0), *merged.gaps])
-    return spec
+    outcome.gaps[layer.name] = max(outcome.gaps.get(layer.name, 0.0), merged.gap)
+    outcome.solved += merged.solved
+    outcome.specs[layer.name] = spec
 
 
 def check_plan(layer: MoELayer, plan: LayerPlan) -> None:

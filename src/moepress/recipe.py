@@ -7,6 +7,7 @@ name, or as a mapping with `name` and its parameters.
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from moepress.errors import MoepressError
 from moepress.merge import MERGES
 from moepress.methods import METHODS
 from moepress.plan import BUDGETS, GROUPINGS, SALIENCIES, SIMILARITIES
+from moepress.refit import REFITS
 from moepress.registry import Registry, did_you_mean
 
 Component = str | dict[str, Any]
@@ -30,7 +32,10 @@ PLACES: dict[str, Registry[Any]] = {
     "align.method": ALIGNMENTS,
     "align.solver": SOLVERS,
     "merge.operator": MERGES,
+    "refit.method": REFITS,
 }
+SECTIONS = ("plan", "align", "merge", "refit")
+"""Sections whose entries belong to the method."""
 
 
 class Section(BaseModel):
@@ -38,25 +43,31 @@ class Section(BaseModel):
 
 
 class PlanSection(Section):
-    saliency: Component = Field("frequency", description="how much each expert matters")
-    similarity: Component = Field("router-logits", description="which experts are alike")
-    budget: Component = Field("adaptive", description="how many experts each layer keeps")
-    grouping: Component = Field("dominant", description="which expert joins which group")
+    saliency: Component = Field(default="frequency", description="how much each expert matters")
+    similarity: Component = Field(default="router-logits", description="which experts are alike")
+    budget: Component = Field(default="adaptive", description="how many experts each layer keeps")
+    grouping: Component = Field(default="dominant", description="which expert joins which group")
     skip: Literal["auto", "none"] | list[str] = Field(
-        "auto", description="MoE layers left whole: `none`, a list of layer paths, or `auto` (the method's own choice)"
+        default="auto",
+        description="MoE layers left whole: `none`, a list of layer paths, or `auto` (the method's own choice)",
     )
 
 
 class AlignSection(Section):
-    method: Component = Field("weight-matching", description="how hidden units are matched before merging")
+    method: Component = Field(default="weight-matching", description="how hidden units are matched before merging")
     reference: Literal["dominant", "first"] = Field(
-        "dominant", description="align each group to its dominant expert, or all experts to the layer's first"
+        default="dominant", description="align each group to its dominant expert, or all experts to the layer's first"
     )
-    solver: Component = Field("scipy", description="who solves the matching")
+    solver: Component = Field(default="scipy", description="who solves the matching")
+    memory: str = Field(default="2GB", description="of cost matrices that are held at a time (one at the least)")
 
 
 class MergeSection(Section):
-    operator: Component = Field("frequency", description="how aligned experts become one")
+    operator: Component = Field(default="frequency", description="how aligned experts become one")
+
+
+class RefitSection(Section):
+    method: Component = Field(default="none", description="how what is left takes over the work of what was removed")
 
 
 class Recipe(Section):
@@ -66,18 +77,23 @@ class Recipe(Section):
     target_size: str | None = Field(None, description="instead of keep: size of the output's weights, such as 12GB")
     format: Literal["compact", "vanilla"] = "compact"
     router: Literal["redirect", "keep", "mean"] = Field(
-        "redirect", description="all router rows and a map; or one row per expert: the leader's, or the group's mean"
+        default="redirect",
+        description="all router rows and a map; or one row per expert: the leader's, or the group's mean",
+    )
+    sequential: bool = Field(
+        False, description="a layer's statistics come from a model whose earlier layers are compressed already"
     )
     multiple_of: int = Field(1, ge=1, description="experts per layer come in multiples of this (expert parallelism)")
     capacity: int | None = Field(None, ge=1, description="token limit of an expert in Switch-like layers")
     precision: Literal["auto", "stored", "float32"] = Field(
-        "auto", description="of the calibration's forward passes; auto is float32 on a CPU, as stored elsewhere"
+        default="auto", description="of the calibration's forward passes; auto is float32 on a CPU, as stored elsewhere"
     )
     seed: int = 0
     calibration: CalibrationData = Field(default_factory=CalibrationData)
-    plan: PlanSection = PlanSection()
-    align: AlignSection = AlignSection()
-    merge: MergeSection = MergeSection()
+    plan: PlanSection = Field(default_factory=PlanSection)
+    align: AlignSection = Field(default_factory=AlignSection)
+    merge: MergeSection = Field(default_factory=MergeSection)
+    refit: RefitSection = Field(default_factory=RefitSection)
 
     @field_validator("keep", mode="before")
     @classmethod
@@ -128,10 +144,12 @@ def make_recipe(*given: dict[str, Any]) -> Recipe:
     for entries in given:
         flat |= flatten(entries)
     method = METHODS.get(str(flat.get("method", Recipe.model_fields["method"].default)))
-    places = {f"{section}.{name}" for section in ("plan", "align", "merge") for name in _fields(section)}
+    places = {f"{section}.{name}" for section in SECTIONS for name in _fields(section)}
     for key in flat:
-        if key in places | {"router"} and key not in method.uses:
-            raise MoepressError(f"method {method.name!r} does not use {key!r}; it uses {', '.join(sorted(method.uses))}")
+        if key in places | {"router", "sequential"} and key not in method.uses:
+            raise MoepressError(
+                f"method {method.name!r} does not use {key!r}; it uses {', '.join(sorted(method.uses))}"
+            )
     filled = dict(method.defaults)
     if preset := flat.get("preset"):
         if preset not in method.presets:
@@ -149,7 +167,7 @@ VANILLA = {"plan.budget": "uniform", "router": "keep", "plan.skip": "none"}
 """What a vanilla checkpoint needs, where the recipe does not say otherwise: one count, and rows instead of a map."""
 
 
-def load_recipe(path: str | Path) -> dict[str, Any]:
+def load_recipe(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The entries of a YAML recipe, not yet filled or checked."""
     try:
         given = yaml.safe_load(Path(path).read_text())
@@ -171,7 +189,7 @@ def flatten(given: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in given.items():
         dotted = f"{prefix}{key}"
-        if isinstance(value, dict) and dotted in ("plan", "align", "merge", "calibration"):
+        if isinstance(value, dict) and dotted in (*SECTIONS, "calibration"):
             flat |= flatten(value, f"{dotted}.")
         else:
             flat[dotted] = value
@@ -195,7 +213,7 @@ def _fields(section: str) -> list[str]:
 
 
 def _validate(nested: dict[str, Any]) -> Recipe:
-    for section, known in (("", list(Recipe.model_fields)), *((s, _fields(s)) for s in ("plan", "align", "merge", "calibration"))):
+    for section, known in (("", list(Recipe.model_fields)), *((s, _fields(s)) for s in (*SECTIONS, "calibration"))):
         entries = nested if not section else nested.get(section, {})
         if not isinstance(entries, dict) and not dataclasses.is_dataclass(entries):
             raise MoepressError(f"recipe: {section!r} must be a mapping of options")

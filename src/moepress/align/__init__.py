@@ -1,7 +1,18 @@
 """Reorder the hidden units of experts so that units that do the same stand at the same place."""
 
 from moepress.align import no_alignment, weight_matching  # noqa: F401 - registration
-from moepress.align.base import ALIGNMENTS, Alignment, align_bank, align_group
+from moepress.align.base import ALIGNMENTS, MEMORY, Alignment, align_bank, align_group, kinds, match
 from moepress.align.solvers import SOLVERS, Solution, Solver
 
-__all__ = ["ALIGNMENTS", "SOLVERS", "Alignment", "Solution", "Solver", "align_bank", "align_group"]
+__all__ = [
+    "ALIGNMENTS",
+    "MEMORY",
+    "SOLVERS",
+    "Alignment",
+    "Solution",
+    "Solver",
+    "align_bank",
+    "align_group",
+    "kinds",
+    "match",
+]

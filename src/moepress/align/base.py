@@ -1,61 +1,106 @@
-"""What an alignment is, and its two uses: a group to its leader, or a whole bank to one expert."""
+"""What an alignment is, and its two uses: a group to its leader, or a whole bank to one expert.
+
+Shape suffixes: N problems (pairs of experts), F hidden units, K numbers that describe a unit.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from moepress.align.solvers import Solver
+from moepress.align.costs import Operands, fill_costs, squared_norms
+from moepress.align.solvers import Solution, Solver
 from moepress.models.layer import ExpertBank, permute_units
 from moepress.registry import Registry
 
 Expert = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Aligned:
-    """Experts in the unit order of the reference, and how far each matching can be from the best (relative)."""
-
-    experts: list[Expert]
-    gaps: list[float]
+MEMORY = 2 * 10**9
+"""Bytes of cost matrices that are held at a time, where nothing else is said."""
 
 
 class Alignment(ABC):
     name: ClassVar[str]
     paper: ClassVar[str] = ""
+    operands: Operands = "stored"
+    """What the cost matrices are multiplied from (see `fill_costs`)."""
 
     @abstractmethod
-    def cost(self, reference: Expert, other: Expert) -> Tensor | None:
-        """(F, F): what is gained by putting unit j of `other` in the place of unit i of `reference`. None: leave
-        `other` as it is."""
+    def units(self, expert: Expert) -> list[Tensor] | None:
+        """Matrices (F, K), of any number and widths, with a row for each hidden unit. What is gained by putting one
+        unit in the place of another is the inner product of their rows, summed over the matrices. None: experts stay
+        as they are."""
 
 
-def align_group(alignment: Alignment, solver: Solver, reference: Expert, others: list[Expert]) -> Aligned:
+@dataclass(frozen=True)
+class Aligned:
+    """Experts in the unit order of the reference, and how each order was found."""
+
+    experts: list[Expert]
+    solutions: list[Solution]
+
+    @property
+    def gaps(self) -> list[float]:
+        """How far each matching can be from the best (relative)."""
+        return [solution.gap for solution in self.solutions]
+
+
+def match(
+    alignment: Alignment, solver: Solver, pairs: Sequence[tuple[Expert, Expert]], memory: int = MEMORY
+) -> list[Solution] | None:
+    """The order of units of the second expert of each pair that fits the first best. None: no alignment.
+
+    As many pairs are solved together as have cost matrices that fit into `memory` bytes, and at least one.
+    """
+    described = [(alignment.units(reference), alignment.units(other)) for reference, other in pairs]
+    rows = [(reference, other) for reference, other in described if reference is not None and other is not None]
+    if not rows:
+        return None
+    first = rows[0][0][0]
+    F = first.shape[0]
+    together = min(len(rows), max(1, memory // (4 * F * F)))
+    costs_NFF = first.new_empty((together, F, F), dtype=torch.float32)
+    solutions: list[Solution] = []
+    for start in range(0, len(rows), together):
+        chunk = rows[start : start + together]
+        fill_costs(costs_NFF[: len(chunk)], chunk, alignment.operands)
+        solutions += solver.solve_many(costs_NFF[: len(chunk)], squared_norms([other for _, other in chunk]))
+    return solutions
+
+
+def align_group(
+    alignment: Alignment, solver: Solver, reference: Expert, others: list[Expert], memory: int = MEMORY
+) -> Aligned:
     """Each expert of `others` in the order of `reference`."""
-    experts, gaps = [], []
-    for other in others:
-        cost_FF = alignment.cost(reference, other)
-        if cost_FF is None:
-            experts.append(other)
-            continue
-        solution = solver.solve(cost_FF)
-        experts.append(permute_units(other, solution.order.to(cost_FF.device)))
-        gaps.append(solution.gap)
-    return Aligned(experts, gaps)
+    solutions = match(alignment, solver, [(reference, other) for other in others], memory)
+    if solutions is None:
+        return Aligned(others, [])
+    ordered = [permute_units(other, solution.order) for other, solution in zip(others, solutions, strict=True)]
+    return Aligned(ordered, solutions)
 
 
-def align_bank(alignment: Alignment, solver: Solver, bank: ExpertBank, reference: int = 0) -> tuple[ExpertBank, list[float]]:
+def align_bank(
+    alignment: Alignment, solver: Solver, bank: ExpertBank, reference: int = 0, memory: int = MEMORY
+) -> tuple[ExpertBank, list[Solution]]:
     """All experts of a layer in the order of one of them, in new tensors."""
     others = [e for e in range(bank.num_experts) if e != reference]
-    aligned = align_group(alignment, solver, bank.expert(reference), [bank.expert(e) for e in others])
+    pairs = [(bank.expert(reference), bank.expert(e)) for e in others]
+    solutions = match(alignment, solver, pairs, memory) or []
     changed = bank.map(lambda _, tensor: tensor.clone())
-    for e, expert in zip(others, aligned.experts, strict=True):
-        for name, tensor in expert.items():
+    for e, solution in zip(others, solutions, strict=False):
+        for name, tensor in permute_units(bank.expert(e), solution.order).items():
             changed.tensors()[name][e].copy_(tensor)
-    return changed, aligned.gaps
+    return changed, solutions
+
+
+def kinds(solutions: Iterable[Solution]) -> Counter[str]:
+    """How many problems were solved in which way."""
+    return Counter(solution.kind for solution in solutions)
 
 
 ALIGNMENTS: Registry[Alignment] = Registry("alignment")

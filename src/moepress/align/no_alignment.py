@@ -8,5 +8,5 @@ from moepress.align.base import ALIGNMENTS, Alignment, Expert
 class NoAlignment(Alignment):
     """Average the experts in the order of units in which they were stored: the control for every alignment."""
 
-    def cost(self, reference: Expert, other: Expert) -> None:
+    def units(self, expert: Expert) -> None:
         return None

@@ -38,7 +38,9 @@ def output_folder(path: AnyPath, overwrite: bool = False, source: AnyPath | None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale(target)
-        partial = Path(tempfile.mkdtemp(prefix=f"{_marker(target)}{socket.gethostname()}-{os.getpid()}-", dir=target.parent))
+        partial = Path(
+            tempfile.mkdtemp(prefix=f"{_marker(target)}{socket.gethostname()}-{os.getpid()}-", dir=target.parent)
+        )
     except OSError as error:
         raise _explained(error, target) from error
     try:
@@ -195,7 +197,9 @@ def _check_shards(path: Path) -> Header:
         raise MoepressError(f"{path / INDEX} is damaged: it has no weight_map")
     shards = sorted(set(places.values()))
     if absent := [shard for shard in shards if not (path / shard).is_file()]:
-        raise MoepressError(f"{path} is incomplete: {len(absent)} of {len(shards)} shards are missing, {absent[0]} first")
+        raise MoepressError(
+            f"{path} is incomplete: {len(absent)} of {len(shards)} shards are missing, {absent[0]} first"
+        )
     merged: Header = {}
     for shard in shards:
         header = read_header(path / shard)

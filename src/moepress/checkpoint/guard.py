@@ -4,8 +4,8 @@ transformers only warns about a `quant_method` that it does not know, and then l
 
 - One weight, the guard, is stored with an extra last axis of size 1. Plain transformers finds a shape that does not
   match and raises, whatever the family. (The last axis, because sharded loading cuts along the first ones.)
-- A tensor whose name says what to install is stored beside the weights, so that the report printed with the error
-  names it.
+- A tensor whose name says what to install is stored in one MoE block, so that the report printed with the error names
+  it.
 
 Both live in places that transformers itself carries through saving: the axis is a `WeightConverter` in the model's
 own list of conversions, like the ones that split fused experts; the tensor is a buffer. So every way of saving writes
@@ -15,6 +15,7 @@ them (`save_pretrained`, Trainer, accelerate, sharded or not, with or without an
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,9 +42,7 @@ class DropAxis(ConversionOps):
     def __init__(self, dims: int) -> None:
         self.dims = dims
 
-    def convert(
-        self, input_dict: dict[str, Any], *_: Any, full_layer_name: str = "", **__: Any
-    ) -> dict[str, Any]:
+    def convert(self, input_dict: dict[str, Any], *_: Any, full_layer_name: str = "", **__: Any) -> dict[str, Any]:
         tensor = _only(input_dict)
         return {full_layer_name: tensor.squeeze(-1) if tensor.dim() == self.dims + 1 else tensor}
 
@@ -58,9 +57,7 @@ class AddAxis(ConversionOps):
     def __init__(self, dims: int) -> None:
         self.dims = dims
 
-    def convert(
-        self, input_dict: dict[str, Any], *_: Any, full_layer_name: str = "", **__: Any
-    ) -> dict[str, Any]:
+    def convert(self, input_dict: dict[str, Any], *_: Any, full_layer_name: str = "", **__: Any) -> dict[str, Any]:
         tensor = _only(input_dict)
         return {full_layer_name: tensor.unsqueeze(-1) if tensor.dim() == self.dims else tensor}
 
@@ -117,12 +114,12 @@ def choose_guard(model: PreTrainedModel, paths: list[str], conversions: list[Wei
         names = adapter.read_router(block).tensors
         candidates += sorted((f"{path}.{name}" for name in names), key=lambda name: not name.endswith("weight"))
     inside = tuple(f"{path}." for path in paths)
-    candidates += [name for name in tensors if not name.startswith(inside) and name != NOTICE]
+    candidates += [name for name in tensors if not name.startswith(inside)]
 
     tied = model.all_tied_weights_keys
     shared = {*tied.keys(), *tied.values()}
-    both_ways = copy.deepcopy([c for c in conversions if isinstance(c, WeightConverter)])
-    both_ways += [c.reverse_transform() for c in both_ways]
+    converters = copy.deepcopy([c for c in conversions if isinstance(c, WeightConverter)])
+    both_ways = [*converters, *(c.reverse_transform() for c in converters)]
     for name in candidates:
         tensor = tensors.get(name)
         if tensor is None or not tensor.is_floating_point() or tensor.dim() == 0 or name in shared:
@@ -134,26 +131,34 @@ def choose_guard(model: PreTrainedModel, paths: list[str], conversions: list[Wei
 
 def add_guard(model: PreTrainedModel, paths: list[str], version: int, name: str | None = None) -> str:
     """Guard every checkpoint that will be written from this model; returns the name of the guard."""
+    paths = sorted(paths)  # config.json sorts them: the second save must choose like the first
     conversions = compact_conversions(model, paths)
     name = name or choose_guard(model, paths, conversions)
     tensor = model.get_parameter_or_buffer(name)
-    model._weight_conversions = [*conversions, guard_conversion(name, tensor.dim())]
-    add_notice(model, version, tensor.device)
+    model._weight_conversions = [*conversions, guard_conversion(name, tensor.dim())]  # type: ignore[assignment]
+    add_notice(model, paths, version)
     owner = model.get_submodule(name.rpartition(".")[0])
     if not any(getattr(hook, "hook", hook) is _drop_axis for hook in owner._load_state_dict_pre_hooks.values()):
         owner.register_load_state_dict_pre_hook(_drop_axis)
     return name
 
 
-def add_notice(model: nn.Module, version: int, device: torch.device | str) -> None:
-    if NOTICE not in dict(model.named_buffers(recurse=False)):
-        model.register_buffer(NOTICE, torch.tensor([version], device=device))
+def add_notice(model: nn.Module, paths: Iterable[str], version: int) -> None:
+    block = model.get_submodule(min(paths))
+    if NOTICE in block._buffers:
+        return
+    remove_notice(model)
+    block.register_buffer(NOTICE, torch.tensor(version, device=next(block.parameters()).device))
+
+
+def remove_notice(model: nn.Module) -> None:
+    for module in model.modules():
+        module._buffers.pop(NOTICE, None)
 
 
 def remove_guard(model: PreTrainedModel) -> None:
-    model._weight_conversions = native_conversions(model)
-    if NOTICE in model._buffers:
-        del model._buffers[NOTICE]
+    model._weight_conversions = native_conversions(model)  # type: ignore[assignment]
+    remove_notice(model)
 
 
 def _drop_axis(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:

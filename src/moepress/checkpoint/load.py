@@ -73,9 +73,7 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConf
         raise MoepressError(f"the config.json in {folder} is not understood: {_first_line(error)}") from error
 
 
-def load_skeleton(
-    source: AnyPath, *, trust_remote_code: bool = False, revision: str | None = None
-) -> PreTrainedModel:
+def load_skeleton(source: AnyPath, *, trust_remote_code: bool = False, revision: str | None = None) -> PreTrainedModel:
     """The model without its weights, on the meta device; a compact one has its compact shapes."""
     config = load_config(local_folder(source, revision, weights=False), trust_remote_code)
     loader = model_class(config)

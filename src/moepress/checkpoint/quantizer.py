@@ -66,7 +66,9 @@ class MoepressConfig(QuantizationConfigMixin):
         try:
             return {path: CompactSpec(**spec) for path, spec in self.layers.items()}
         except TypeError as error:
-            raise MoepressError(f"config.json describes a compact layer in a way unknown to moepress: {error}") from None
+            raise MoepressError(
+                f"config.json describes a compact layer in a way unknown to moepress: {error}"
+            ) from None
 
 
 @register_quantizer(METHOD)
@@ -91,7 +93,8 @@ class MoepressQuantizer(HfQuantizer):
         self.paths = resolve(stored, model)
         self.specs = {here: stored[path] for path, here in self.paths.items()}
         reshape_blocks(model, self.specs)
-        add_notice(model, FORMAT_VERSION, "meta")
+        if min(stored) in self.paths:
+            add_notice(model, [self.paths[min(stored)]], FORMAT_VERSION)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in _tensors(model)}
         self.guard = self._name_here(self.quantization_config.guard, model)
 
@@ -213,7 +216,9 @@ def moved_maps(files: Header, shapes: dict[str, tuple[int, ...]], paths: dict[st
     stored = [name for name in files if name.endswith(".expert_map")]
     for path, here in paths.items():
         old = next((name[len(path) :] for name in stored if name.startswith(f"{path}.")), None)
-        new = next((name[len(here) :] for name in shapes if name.startswith(here) and name.endswith("expert_map")), None)
+        new = next(
+            (name[len(here) :] for name in shapes if name.startswith(here) and name.endswith("expert_map")), None
+        )
         if old is not None and new is not None and old != new:
             renamings += [WeightRenaming(f"^{place}{old}", f"^{place}{new}") for place in {path, here}]
     return renamings
@@ -227,7 +232,9 @@ def reshape_blocks(model: nn.Module, specs: dict[str, CompactSpec]) -> None:
         block = model.get_submodule(path)
         adapter = adapter_of(block)
         if adapter is None:
-            raise MoepressError(f"layer {path!r} is a {type(block).__name__}, which is no MoE layer that moepress knows")
+            raise MoepressError(
+                f"layer {path!r} is a {type(block).__name__}, which is no MoE layer that moepress knows"
+            )
         if adapter.num_experts(block) != spec.experts:
             raise MoepressError(
                 f"config.json gives layer {path!r} {adapter.num_experts(block)} experts in one place and "
@@ -241,9 +248,7 @@ def reshape_blocks(model: nn.Module, specs: dict[str, CompactSpec]) -> None:
             module._is_hf_initialized = not module._non_persistent_buffers_set
 
 
-def check_loaded(
-    model: PreTrainedModel, specs: dict[str, CompactSpec], shapes: dict[str, tuple[int, ...]]
-) -> None:
+def check_loaded(model: PreTrainedModel, specs: dict[str, CompactSpec], shapes: dict[str, tuple[int, ...]]) -> None:
     """transformers checks no shapes for a model with a quantizer, and fills what is missing with random numbers."""
     from moepress.models.find import adapter_of
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moepress.checkpoint.companions import copy_companions
 from moepress.checkpoint.compact import compact_specs
+from moepress.checkpoint.companions import copy_companions
 from moepress.checkpoint.counts import set_expert_count
 from moepress.checkpoint.guard import NOTICE
 from moepress.errors import MoepressError
@@ -63,8 +63,8 @@ def shrink_to_vanilla(
     if new != old:
         set_expert_count(config, old, new)
     plain = _empty(model, config)
-    redundant = {name for name in model.state_dict() if name.endswith("expert_map")}
-    _fill(plain, {name: t for name, t in model.state_dict().items() if name not in redundant})
+    ours = ("expert_map", NOTICE)
+    _fill(plain, {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(ours)})
     return plain
 
 
@@ -95,9 +95,7 @@ def expand_to_vanilla(model: PreTrainedModel, specs: Mapping[str, CompactSpec] |
     return plain
 
 
-def vanilla_counts(
-    layers: list[MoELayer], specs: Mapping[str, CompactSpec], multiple_of: int = 1
-) -> tuple[int, int]:
+def vanilla_counts(layers: list[MoELayer], specs: Mapping[str, CompactSpec], multiple_of: int = 1) -> tuple[int, int]:
     """The number of experts of the original and of the export. Raises if the family's format cannot hold the model."""
     counts: dict[str, tuple[int, int]] = {}
     for layer in layers:
@@ -124,9 +122,7 @@ def check_router(layer: MoELayer, experts: int) -> None:
     """Whether this layer's router can choose from so many experts of its own."""
     view = layer.router
     if view.top_k > experts:
-        raise MoepressError(
-            f"layer {layer.name!r} chooses {view.top_k} experts per token and cannot do with {experts}"
-        )
+        raise MoepressError(f"layer {layer.name!r} chooses {view.top_k} experts per token and cannot do with {experts}")
     if experts % view.groups:
         raise MoepressError(
             f"layer {layer.name!r} routes in {view.groups} groups of equal size: {experts} experts do not divide"
@@ -190,7 +186,6 @@ def _empty(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
 
 def _fill(plain: PreTrainedModel, state: dict[str, Tensor]) -> None:
     """Give a model these weights: all of its own and no other, each of the shape that its class gives it."""
-    state.pop(NOTICE, None)
     try:
         plain.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 import yaml
@@ -9,43 +9,43 @@ import yaml
 from moepress.cli.output import Json, print_json, print_table, quiet_if
 from moepress.errors import MoepressError
 
-Opt = Optional  # noqa: UP045 - typer reads these annotations at run time
-
 
 def compress(
     model: Annotated[str, typer.Argument(help="A folder or a Hub name.")],
-    out: Annotated[Opt[Path], typer.Option("-o", "--out", help="Where the smaller model goes.")] = None,
-    method: Annotated[Opt[str], typer.Option(help="See `moepress methods`.")] = None,
-    preset: Annotated[Opt[str], typer.Option(help="A named variation of the method, such as paper.")] = None,
-    keep: Annotated[Opt[str], typer.Option(help="Experts per layer: a count (8) or a fraction (0.5).")] = None,
-    target_size: Annotated[Opt[str], typer.Option(help="Instead of --keep: size of the output, such as 12GB.")] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Where the smaller model goes.")] = None,
+    method: Annotated[str | None, typer.Option(help="See `moepress methods`.")] = None,
+    preset: Annotated[str | None, typer.Option(help="A named variation of the method, such as paper.")] = None,
+    keep: Annotated[str | None, typer.Option(help="Experts per layer: a count (8) or a fraction (0.5).")] = None,
+    target_size: Annotated[
+        str | None, typer.Option(help="Instead of --keep: size of the output, such as 12GB.")
+    ] = None,
     calibration: Annotated[
-        Opt[str],
+        str | None,
         typer.Option(
             help="Text of the kind that the model will serve: FILE.jsonl, FILE.txt, hub:NAME:SPLIT, task:NAME, "
             "or a mixture a.jsonl:0.3,b.jsonl:0.7."
         ),
     ] = None,
-    samples: Annotated[Opt[str], typer.Option(help="Calibration samples, or `all`. [default: 256]")] = None,
-    length: Annotated[Opt[int], typer.Option(help="Tokens of a sample. [default: 512]")] = None,
-    batch_size: Annotated[Opt[int], typer.Option(help="Samples of a forward pass. [default: 8]")] = None,
+    samples: Annotated[str | None, typer.Option(help="Calibration samples, or `all`. [default: 256]")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens of a sample. [default: 512]")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples of a forward pass. [default: 8]")] = None,
     chat_template: Annotated[
-        Opt[bool], typer.Option("--chat-template/--no-chat-template", help="Render messages with the chat template.")
+        bool | None, typer.Option("--chat-template/--no-chat-template", help="Render messages with the chat template.")
     ] = None,
     format: Annotated[
-        Opt[str], typer.Option(help="compact (smallest) or vanilla (loads everywhere). [default: compact]")
+        str | None, typer.Option(help="compact (smallest) or vanilla (loads everywhere). [default: compact]")
     ] = None,
-    router: Annotated[Opt[str], typer.Option(help="redirect, keep or mean.")] = None,
-    multiple_of: Annotated[Opt[int], typer.Option(help="Experts per layer in multiples of this.")] = None,
-    seed: Annotated[Opt[int], typer.Option(help="Of everything random. [default: 0]")] = None,
-    recipe: Annotated[Opt[Path], typer.Option(help="A YAML recipe; options here go over it.")] = None,
+    router: Annotated[str | None, typer.Option(help="redirect, keep or mean.")] = None,
+    multiple_of: Annotated[int | None, typer.Option(help="Experts per layer in multiples of this.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of everything random. [default: 0]")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="A YAML recipe; options here go over it.")] = None,
     set: Annotated[
-        Opt[list[str]], typer.Option("--set", help="Any recipe entry: --set plan.similarity=router-weight.")
+        list[str] | None, typer.Option("--set", help="Any recipe entry: --set plan.similarity=router-weight.")
     ] = None,
-    plan: Annotated[Opt[Path], typer.Option(help="Use this (edited) plan.json instead of making one.")] = None,
-    statistics: Annotated[Opt[Path], typer.Option(help="Use these saved statistics instead of calibrating.")] = None,
-    device: Annotated[Opt[str], typer.Option(help="cpu, cuda, … [default: cpu]")] = None,
-    revision: Annotated[Opt[str], typer.Option(help="Branch, tag or commit of a Hub model.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="Use this (edited) plan.json instead of making one.")] = None,
+    statistics: Annotated[Path | None, typer.Option(help="Use these saved statistics instead of calibrating.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, … [default: cpu]")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the model.")] = False,
     max_shard_size: Annotated[str, typer.Option(help="Of the output's files.")] = "5GB",
     overwrite: Annotated[bool, typer.Option(help="Replace an output folder that exists.")] = False,

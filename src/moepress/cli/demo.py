@@ -23,6 +23,9 @@ def demo(
         print_json(shown)
         return
     columns = ["weights", "experts in all", "perplexity", "KL to the original"]
-    rows = [[row["name"], row["size"], str(row["experts"]), f"{row['perplexity']:.1f}", f"{row['kl']:.3f}"] for row in shown["rows"]]
+    rows = [
+        [row["name"], row["size"], str(row["experts"]), f"{row['perplexity']:.1f}", f"{row['kl']:.3f}"]
+        for row in shown["rows"]
+    ]
     print_table("demo: half of the experts of a 4.4 M parameter model", ["", *columns], rows)
     typer.echo(f"Models, plan and figure: {shown['folder']}", file=sys.stdout)

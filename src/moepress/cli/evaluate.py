@@ -1,25 +1,23 @@
 from __future__ import annotations
 
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
 from moepress.cli.compress import parse_int
 from moepress.cli.output import Json, print_json, print_table, quiet_if
 
-Opt = Optional  # noqa: UP045 - typer reads these annotations at run time
-
 
 def evaluate(
     model: Annotated[str, typer.Argument(help="A folder or a Hub name.")],
-    against: Annotated[Opt[str], typer.Option(help="The original, for KL and agreement.")] = None,
-    text: Annotated[Opt[str], typer.Option(help="Text as for --calibration of compress.")] = None,
-    task: Annotated[Opt[str], typer.Option(help="A labelled task by name, such as sst2 or sst2@FOLDER.")] = None,
+    against: Annotated[str | None, typer.Option(help="The original, for KL and agreement.")] = None,
+    text: Annotated[str | None, typer.Option(help="Text as for --calibration of compress.")] = None,
+    task: Annotated[str | None, typer.Option(help="A labelled task by name, such as sst2 or sst2@FOLDER.")] = None,
     samples: Annotated[str, typer.Option(help="How many, or `all`.")] = "all",
     length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 512,
     batch_size: Annotated[int, typer.Option(help="Samples of a forward pass.")] = 8,
     split: Annotated[str, typer.Option(help="Of records and tasks that have splits.")] = "validation",
-    device: Annotated[Opt[str], typer.Option(help="cpu, cuda, …")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, …")] = None,
     as_json: Json = False,
 ) -> None:
     """Perplexity, KL to the original and agreement on text; accuracy on a task."""

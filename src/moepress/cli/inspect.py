@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -9,7 +9,7 @@ from moepress.cli.output import Json, print_json, print_table
 
 def inspect(
     model: Annotated[str, typer.Argument(help="A folder or a Hub name.")],
-    revision: Annotated[Optional[str], typer.Option(help="Branch, tag or commit of a Hub model.")] = None,  # noqa: UP045
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the model.")] = False,
     as_json: Json = False,
 ) -> None:

@@ -20,6 +20,8 @@ def router_rows(view: RouterView, plan: LayerPlan) -> dict[str, Tensor]:
     for name, tensor in view.tensors.items():
         axis = 0 if tensor.shape[0] == rows else 1
         columns = [tensor.index_select(axis, tensor.new_tensor(m, dtype=torch.long)) for m in members]
-        mean = [part.mean(axis, keepdim=True) if part.is_floating_point() else part.narrow(axis, 0, 1) for part in columns]
+        mean = [
+            part.mean(axis, keepdim=True) if part.is_floating_point() else part.narrow(axis, 0, 1) for part in columns
+        ]
         made[name] = torch.cat(mean, dim=axis)
     return made

@@ -17,6 +17,7 @@ class MSMoE(Method):
             "align.method",
             "align.reference",
             "align.solver",
+            "align.memory",
             "merge.operator",
             "router",
         }

@@ -36,8 +36,6 @@ NOT_PER_EXPERT = ("norm", "scale", "tid2eid", "expert_map")
 
 
 class LinearRouterAdapter(Adapter):
-    rows_on_block = True
-    """Whether an expert count kept on the block itself counts router rows."""
     watched: ClassVar[frozenset[str]] = frozenset({"hidden", "index", "weight", "logits"})
     """What must have been seen of a forward before its routing can be told."""
     index_from_router = False
@@ -230,7 +228,7 @@ class LinearRouterAdapter(Adapter):
         owner = block.get_submodule(scoring.rpartition(".")[0])
         if isinstance(owner, nn.Linear):
             owner.out_features += k - experts
-        for module in (*self.router(block).modules(), *((block,) if self.rows_on_block else ())):
+        for module in (*self.router(block).modules(), block):
             for attribute in COUNT_ATTRIBUTES:
                 count = getattr(module, attribute, None)
                 if type(count) is int and count in (experts, experts + fixed):

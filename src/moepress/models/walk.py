@@ -10,7 +10,7 @@ rewritten: masks, positions, relative biases, caches and encoder outputs are sim
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,13 @@ class _EnoughSeen(BaseException):
     """Raised inside a forward pass once no further MoE layer is of interest: the rest would be thrown away."""
 
 
+@dataclass
+class _After:
+    """A batch waiting behind the module that adds the block's output to the residual stream."""
+
+    output: Any
+
+
 class LayerVisit:
     """One layer and the batches that wait in front of it."""
 
@@ -61,6 +68,12 @@ class LayerVisit:
         self._waiting = waiting
         self._batches = batches
         self.outputs: dict[int, Any] = {}
+        self.drift: dict[int, Tensor] = {}
+        """With `reference`: by batch, how far (T, D) the residual stream behind this layer, whole as it still is, lies
+        from the original model's, in units of the block's output. What the block would have to add to make up for
+        every change in earlier layers."""
+        self.stream_norm: dict[int, Tensor] = {}
+        """With `reference`: by batch, the norm (T,) of the original model's residual stream behind this layer."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -133,6 +146,12 @@ def without_cache(model: torch.nn.Module) -> Iterator[None]:
             config.use_cache = use_cache
 
 
+def forward_until_enough(model: torch.nn.Module, inputs: dict[str, Tensor]) -> None:
+    # Without labels: no loss is wanted, and encoder–decoder batches bring their decoder inputs.
+    with suppress(_EnoughSeen):
+        model(**{name: value for name, value in inputs.items() if name != "labels"})
+
+
 @torch.no_grad()
 def walk(
     model: torch.nn.Module,
@@ -140,12 +159,18 @@ def walk(
     *,
     layers: list[MoELayer] | None = None,
     sequential: bool = False,
+    reference: bool = False,
 ) -> Iterator[LayerVisit]:
     """Yield each MoE layer with its calibration inputs, in the order in which the forward pass reaches them.
 
     `sequential`: the batches go on through the block as the caller leaves it; otherwise they go on with what the
     block computed when it was observed. Layers that no batch reaches are an error that names them.
+    `reference`: each batch has a twin that goes through every layer as it was before the caller changed it, that is
+    through the original model; visits then know their `drift`. Implies `sequential` and doubles time and memory.
     """
+    if reference:
+        yield from _walk_with_reference(model, batches, find_layers(model) if layers is None else layers)
+        return
     layers = find_layers(model) if layers is None else layers
     by_block = {id(layer.block): layer for layer in layers}
     forwards = {id(layer.block): present_forward(layer.block) for layer in layers}
@@ -163,19 +188,15 @@ def walk(
 
         return forward
 
-    def run_batch(batch: CalibrationBatch) -> None:
-        try:
-            # Without labels: no loss is wanted, and encoder–decoder batches bring their decoder inputs.
-            model(**{name: value for name, value in batch.inputs.items() if name != "labels"})
-        except _EnoughSeen:
-            pass
-
-    runners = [greenlet(run_batch) for _ in batches]
+    runners = [greenlet(forward_until_enough) for _ in batches]
     with evaluating(model), without_cache(model), ExitStack() as undo:
         for layer in layers:
             undo.enter_context(replaced(layer.block, "forward", stopping_forward(layer, forwards[id(layer.block)])))
         undo.callback(_end, runners)
-        waiting = {i: runner.switch(batch) for i, (runner, batch) in enumerate(zip(runners, batches, strict=True))}
+        waiting = {
+            i: runner.switch(model, batch.inputs)
+            for i, (runner, batch) in enumerate(zip(runners, batches, strict=True))
+        }
         while any(stop is not None for stop in waiting.values()):
             layer = next(stop.layer for stop in waiting.values() if stop is not None)
             if astray := [i for i, stop in waiting.items() if stop is None or stop.layer is not layer]:
@@ -194,6 +215,108 @@ def walk(
             raise MoepressError(
                 f"the calibration text never reached layer {unreached[0]!r}; is it the right model head?"
             )
+
+
+def _walk_with_reference(
+    model: torch.nn.Module, batches: list[CalibrationBatch], layers: list[MoELayer]
+) -> Iterator[LayerVisit]:
+    """Batches and their twins stop twice at each layer: in front of the block, and behind the module that adds the
+    block's output to the residual stream. At the second stop the caller's change is added afterwards:
+    what the changed block computes differently, times how strongly the stream follows the block."""
+    hosts = {id(layer.block): host_of(model, layer) for layer in layers}
+    forwards = {id(layer.block): present_forward(layer.block) for layer in layers}
+    done: set[int] = set()
+    main = greenlet.getcurrent()
+
+    def at_block(layer: MoELayer) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if id(layer.block) in done:
+                return forwards[id(layer.block)](*args, **kwargs)
+            answer = main.switch(_Stop(layer, args, kwargs))
+            if answer is _EnoughSeen:
+                raise _EnoughSeen
+            return answer
+
+        return forward
+
+    def behind_host(layer: MoELayer, run: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = run(*args, **kwargs)
+            if id(layer.block) in done:
+                return output
+            answer = main.switch(_After(output))
+            if answer is _EnoughSeen:
+                raise _EnoughSeen
+            return answer
+
+        return forward
+
+    probe = {name: value[:1] for name, value in batches[0].inputs.items()}
+    inputs = [batch.inputs for batch in batches]
+    runners = [greenlet(forward_until_enough) for _ in range(2 * len(batches) + 1)]
+    count = len(batches)
+    with evaluating(model), without_cache(model), ExitStack() as undo:
+        for layer in layers:
+            host = hosts[id(layer.block)]
+            undo.enter_context(replaced(layer.block, "forward", at_block(layer)))
+            undo.enter_context(replaced(host, "forward", behind_host(layer, present_forward(host))))
+        undo.callback(_end, runners)
+        stops = [r.switch(model, i) for r, i in zip(runners, [*inputs, *inputs, probe], strict=True)]
+        while stops[0] is not None:
+            layer = stops[0].layer
+            if any(stop is None or stop.layer is not layer for stop in stops):
+                raise UnsupportedModel(f"the batches did not reach layer {layer.name!r} together")
+            run = forwards[id(layer.block)]
+            visit = LayerVisit(layer, run, dict(enumerate(stops[:count])), batches)
+            before = [run(*_private(stop.args), **_private(stop.kwargs)) for stop in stops]
+            kick = torch.randn_like(_first(before[-1])) * _first(before[-1]).std()
+            before[-1] = _with_first(before[-1], _first(before[-1]) + kick)
+            outputs = [r.switch(y).output for r, y in zip(runners, before, strict=True)]
+            behind = [_first(output) for output in outputs]
+            strength = _strength(layer, behind[-1] - behind[count][:1], kick)
+            for i in range(count):
+                width = behind[i].shape[-1]
+                visit.drift[i] = ((behind[count + i] - behind[i]) / strength).reshape(-1, width)
+                visit.stream_norm[i] = behind[count + i].reshape(-1, width).norm(dim=1)
+            yield visit
+            done.add(id(layer.block))
+            answers = []
+            for i, stop in enumerate(stops[:count]):
+                change = _first(run(*_private(stop.args), **_private(stop.kwargs))) - _first(before[i])
+                answers.append(behind[i] + strength * change.reshape(behind[i].shape))
+            answers += [*behind[count:-1], behind[count][:1]]
+            answers = [_with_first(output, first) for output, first in zip(outputs, answers, strict=True)]
+            del before, visit, outputs
+            last = len(done) == len(layers)
+            stops = [r.switch(_EnoughSeen if last else a) for r, a in zip(runners, answers, strict=True)]
+        if unreached := [layer.name for layer in layers if id(layer.block) not in done]:
+            raise MoepressError(f"the calibration text never reached layer {unreached[0]!r}")
+
+
+def host_of(model: torch.nn.Module, layer: MoELayer) -> torch.nn.Module:
+    """The module that adds the block's output to the residual stream: the nearest one above it in a list of layers."""
+    path = layer.name.split(".")
+    for end in range(len(path) - 1, 0, -1):
+        if path[end - 1].isdigit() and isinstance(model.get_submodule(".".join(path[: end - 1])), torch.nn.ModuleList):
+            return model.get_submodule(".".join(path[:end]))
+    raise UnsupportedModel(f"layer {layer.name!r} is its own decoder layer, so that its residual stream is not seen")
+
+
+def _strength(layer: MoELayer, change: Tensor, kick: Tensor) -> float:
+    """How strongly the stream follows the block's output (1 in most families), measured; it must do so linearly."""
+    change, kick = change.reshape(-1).double(), kick.reshape(-1).double()
+    strength = float(change @ kick / (kick @ kick))
+    if strength == 0 or float((change - strength * kick).norm() / (strength * kick).norm()) > 0.01:
+        raise UnsupportedModel(f"layer {layer.name!r}: the residual stream does not follow the block's output linearly")
+    return strength
+
+
+def _first(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _with_first(output: Any, first: Tensor) -> Any:
+    return (first, *output[1:]) if isinstance(output, tuple) else first
 
 
 def _end(runners: list[greenlet]) -> None:

@@ -10,13 +10,15 @@ from moepress.observe.statistic import STATISTICS, LayerShape, Statistic
 class OutputNorm(Statistic):
     """Over the tokens routed to each expert (E each): `norm` Σ‖f(x)‖, `gated` Σ g‖f(x)‖, `gated_square` Σ g²‖f(x)‖²,
     and their number `routed`; `tokens` (1) counts all tokens, so that `gated / routed` is REAP's mean over routed
-    tokens and `gated / tokens` its mean over all of them. `largest` is not a sum and therefore not here."""
+    tokens and `gated / tokens` its mean over all of them."""
 
     runs_experts = True
 
     @classmethod
     def sizes(cls, shape: LayerShape) -> dict[str, tuple[int, ...]]:
-        return {name: (shape.experts,) for name in ("norm", "gated", "gated_square", "routed")} | {"tokens": (1,)}
+        names = ("norm", "gated", "gated_square", "routed")
+        sizes: dict[str, tuple[int, ...]] = {name: (shape.experts,) for name in names}
+        return sizes | {"tokens": (1,)}
 
     def update(self, batch: LayerBatch, bank: ExpertBank) -> None:
         routing = batch.kept()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -57,7 +58,7 @@ class Statistics:
             total.copy_(self.of(layer, name)[key] + other.of(layer, name)[key])
         return merged
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write `path`.safetensors and `path`.json."""
         path = Path(path)
         tensors = {f"{layer}|{name}|{key}": value for layer, name, key, value in self._each()}
@@ -65,7 +66,7 @@ class Statistics:
         path.with_suffix(".json").write_text(json.dumps(self._header(), indent=1) + "\n")
 
     @classmethod
-    def load(cls, path: str | Path) -> Statistics:
+    def load(cls, path: str | os.PathLike[str]) -> Statistics:
         path = Path(path)
         try:
             header = json.loads(path.with_suffix(".json").read_text())

@@ -47,28 +47,24 @@ class Planner:
 
     def make(self, layers: list[LayerFacts], skipped: set[str], average: float) -> Plan:
         """A plan that keeps `average` experts a layer over the layers that are not skipped."""
-        chosen = self._chosen(layers, skipped)
-        scores = [self._score(facts) for facts in chosen]
-        counts = self.budget.counts(scores, average, [self.limits(facts) for facts in chosen])
-        made = {
-            facts.name: self._layer(facts, score_E, count)
-            for facts, score_E, count in zip(chosen, scores, counts, strict=True)
-        }
-        return Plan(
-            layers=tuple(made.get(facts.name) or LayerPlan.keep_all(facts.name, facts.experts) for facts in layers)
-        )
+        counts = self.counts(layers, skipped, average)
+        return Plan(layers=tuple(self.layer(facts, counts[facts.name]) for facts in layers))
 
-    def check(self, layers: list[LayerFacts], skipped: set[str], average: float) -> None:
-        """Raise now, without statistics, what `make` would raise about counts."""
-        chosen = self._chosen(layers, skipped)
-        alike = [torch.ones(facts.experts) for facts in chosen]
-        self.budget.counts(alike, average, [self.limits(facts) for facts in chosen])
-
-    def _chosen(self, layers: list[LayerFacts], skipped: set[str]) -> list[LayerFacts]:
+    def counts(self, layers: list[LayerFacts], skipped: set[str], average: float) -> dict[str, int]:
+        """How many experts each layer keeps, all of them where it is skipped."""
         chosen = [facts for facts in layers if facts.name not in skipped]
         if not chosen:
             raise MoepressError("every MoE layer is skipped: there is nothing to merge")
-        return chosen
+        scores = [torch.ones(f.experts) if self.budget.one_count else self._score(f) for f in chosen]
+        made = self.budget.counts(scores, average, [self.limits(facts) for facts in chosen])
+        whole = {facts.name: facts.experts for facts in layers}
+        return whole | {facts.name: count for facts, count in zip(chosen, made, strict=True)}
+
+    def check(self, layers: list[LayerFacts], skipped: set[str], average: float) -> None:
+        """Raise now, without statistics, what `make` would raise about counts."""
+        chosen = [facts for facts in layers if facts.name not in skipped]
+        alike = [torch.ones(facts.experts) for facts in chosen]
+        self.budget.counts(alike, average, [self.limits(facts) for facts in chosen])
 
     def _score(self, facts: LayerFacts) -> torch.Tensor:
         score_E = self.saliency.score(facts).double()
@@ -76,9 +72,11 @@ class Planner:
             raise MoepressError(f"layer {facts.name!r}: the saliency {self.saliency.name!r} is not finite")
         return score_E
 
-    def _layer(self, facts: LayerFacts, score_E: torch.Tensor, count: int) -> LayerPlan:
+    def layer(self, facts: LayerFacts, count: int) -> LayerPlan:
+        """One layer's plan, once it is known how many experts it keeps."""
         if count == facts.experts:
             return LayerPlan.keep_all(facts.name, facts.experts)
+        score_E = self._score(facts)
         router_groups = facts.router.groups if self.router != "redirect" else 1
         leaders = strongest(score_E, count, router_groups)
         members = self.grouping.groups(score_E, self.similarity.matrix(facts), leaders)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -81,11 +82,11 @@ class Plan(BaseModel):
                 return layer
         raise MoepressError(f"the plan says nothing about layer {name!r}")
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         Path(path).write_text(_compact_lists(self.model_dump_json(indent=1)) + "\n")
 
     @classmethod
-    def load(cls, path: str | Path) -> Plan:
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
         try:
             return cls.model_validate_json(Path(path).read_text())
         except FileNotFoundError:

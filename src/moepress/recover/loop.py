@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from moepress.errors import MoepressError
-from moepress.evaluate.logits import check_same_vocabulary
-from moepress.evaluate.precision import evaluating, in_dtype
+from moepress.evaluation.logits import check_same_vocabulary
+from moepress.evaluation.precision import evaluating, in_dtype
 from moepress.models.walk import CalibrationBatch
 from moepress.progress import track
 from moepress.recover.hook import TrainingHook

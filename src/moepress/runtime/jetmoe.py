@@ -6,7 +6,7 @@ Shape suffixes: E original experts, T tokens, K chosen experts.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeTopKGating
 
 from moepress.runtime.redirect import redirected
@@ -25,5 +25,5 @@ class CompactJetMoeGating(JetMoeTopKGating):
         index_TK, gate_TK, logits_TE = self.choose(hidden_states)
         expert = redirected(self, index_TK).flatten()
         order = expert.argsort(stable=True)
-        counts = torch.bincount(expert, minlength=self.expert_map_physical).tolist()
+        counts = nn.functional.one_hot(expert, self.expert_map_physical).sum(dim=0).tolist()
         return order, order.div(self.top_k, rounding_mode="trunc"), gate_TK.flatten()[order], counts, logits_TE

@@ -55,19 +55,23 @@ class _Run:
     costs_NFF: Tensor
     """float32, for the search."""
     gap: float
+    device: torch.device
+    """Where the costs came from, and orders go to."""
     solved: dict[int, Solution] = field(default_factory=dict)
 
     @classmethod
     def of(cls, costs_NFF: Tensor, gap: float) -> _Run:
-        backend = backend_for(costs_NFF.device)
+        device = costs_NFF.device
+        backend = backend_for(device)
         if backend.__name__.endswith("_cpu"):
             costs_NFF = costs_NFF.cpu()
         if costs_NFF.dtype in (torch.float32, torch.bfloat16, torch.float16):
             costs_NFF = costs_NFF.float().contiguous()
-            return cls(backend, costs_NFF, costs_NFF, gap)
+            return cls(backend, costs_NFF, costs_NFF, gap, device)
         # An offset of a row does not change the best assignment, but would take the digits that tell columns apart.
         exact_NFF = costs_NFF.double().contiguous()
-        return cls(backend, exact_NFF, (exact_NFF - exact_NFF.amax(dim=2, keepdim=True)).float(), gap)
+        shifted_NFF = (exact_NFF - exact_NFF.amax(dim=2, keepdim=True)).float()
+        return cls(backend, exact_NFF, shifted_NFF, gap, device)
 
     @property
     def left(self) -> list[int]:
@@ -86,7 +90,7 @@ class _Run:
             gaps = self.backend.certify(self.exact_NFF, problems, order_nF[places], certain_nF[places]).tolist()
         for place, gap in zip(places, gaps, strict=True):
             if gap <= self.gap:
-                self.solved[left[place]] = Solution(order_nF[place], gap, "proof")
+                self.accept(left[place], order_nF[place], gap, "proof")
 
     def bid(self, limit: int) -> None:
         left = self.left
@@ -97,14 +101,16 @@ class _Run:
         poor: list[int] = []
         for place, problem in enumerate(left):
             if finished[place] and gaps[place] <= self.gap:
-                self.solved[problem] = Solution(order_nF[place], gaps[place], "auction", bids[place])
+                self.accept(problem, order_nF[place], gaps[place], "auction", bids[place])
             else:
                 poor.append(place)
         prices_nF = torch.where(finished_n[:, None], prices_nF, torch.zeros_like(prices_nF))
         orders = best_orders(self.exact_NFF, [left[place] for place in poor], prices_nF[poor])
         for place, order_F in zip(poor, orders, strict=True):
-            kind: Kind = "polish" if finished[place] else "exact"
-            self.solved[left[place]] = Solution(order_F, 0.0, kind, bids[place])
+            self.accept(left[place], order_F, 0.0, "polish" if finished[place] else "exact", bids[place])
+
+    def accept(self, problem: int, order_F: Tensor, gap: float, kind: Kind, bids: int = 0) -> None:
+        self.solved[problem] = Solution(order_F.to(self.device), gap, kind, bids)
 
 
 def backend_for(device: torch.device) -> ModuleType:
@@ -122,7 +128,7 @@ def epsilons(costs_NFF: Tensor, which: list[int]) -> tuple[Tensor, Tensor]:
     """The first and the last epsilon of each auction, from the spread of a few rows of its costs. The last is not so
     small that adding it to a price could change nothing."""
     step = max(1, costs_NFF.shape[1] // 64)
-    sample_nR = torch.stack([costs_NFF[problem, ::step] for problem in which]).flatten(1).double()
+    sample_nR = costs_NFF[:, ::step][which].flatten(1).double()
     largest_n = sample_nR.abs().amax(dim=1)
     spread_n = sample_nR.std(dim=1, correction=0)
     spread_n = torch.where(spread_n > 0, spread_n, torch.where(largest_n > 0, largest_n, torch.ones_like(largest_n)))

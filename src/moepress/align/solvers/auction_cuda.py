@@ -154,7 +154,8 @@ def _auction(  # type: ignore[no-untyped-def]
         next_row = 0
         i = 0
         while next_row < F:
-            cost = tl.load(start + i.to(tl.int64) * row_stride + column, mask=inside, other=float("-inf"))
+            row = start + i.to(tl.int64) * row_stride  # type: ignore[attr-defined]
+            cost = tl.load(row + column, mask=inside, other=float("-inf"))
             best, j, displaced, second = tl.reduce((cost - price, column, owner, nothing), 0, _two_best)
             hit = column == j
             price = tl.where(hit, price + (best - second + eps), price)
@@ -170,5 +171,3 @@ def _auction(  # type: ignore[no-untyped-def]
     tl.store(prices + place * F + column, price, mask=inside)
     tl.store(owners + place * F + column, owner, mask=inside)
     tl.store(bids_made + place, bids)
-
-

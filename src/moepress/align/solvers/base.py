@@ -50,7 +50,9 @@ class Solver(ABC):
 def checked(costs_NFF: Tensor) -> Tensor:
     """The costs as solvers want them: N square matrices. Whether they are finite, each solver finds out itself."""
     if costs_NFF.dim() != 3 or costs_NFF.shape[1] != costs_NFF.shape[2] or costs_NFF.shape[1] == 0:
-        raise MoepressError(f"costs of an assignment must be square matrices, not of shape {tuple(costs_NFF.shape[1:])}")
+        raise MoepressError(
+            f"costs of an assignment must be square matrices, not of shape {tuple(costs_NFF.shape[1:])}"
+        )
     return costs_NFF.detach()
 
 
@@ -75,7 +77,8 @@ def relative_gap(missed: Tensor, reached: Tensor) -> Tensor:
     return torch.where(missed > 0, missed / reached.abs(), torch.zeros_like(missed))
 
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def in_threads(work: Callable[[T], R], items: Sequence[T]) -> list[R]:

@@ -11,7 +11,6 @@ from moepress.models.families.jetmoe import JetMoeAdapter
 from moepress.models.families.llama4 import Llama4Adapter
 from moepress.models.families.longcat import LongcatAdapter
 from moepress.models.families.nllb import NllbAdapter
-from moepress.models.families.privacy_filter import PrivacyFilterAdapter
 from moepress.models.families.step3p7 import Step3p7Adapter
 from moepress.models.families.switch import SwitchAdapter
 from moepress.models.families.zaya import ZayaAdapter
@@ -30,7 +29,6 @@ ADAPTERS: list[Adapter] = [
     ZayaAdapter(),
     InklingAdapter(),
     HashAdapter(),
-    PrivacyFilterAdapter(),
     ErnieVLAdapter(),
     FusedAdapter(),
 ]

@@ -12,6 +12,8 @@ class Grouping(ABC):
     name: ClassVar[str]
     paper: ClassVar[str] = ""
     needs: ClassVar[tuple[str, ...]] = ()
+    drops: ClassVar[bool] = False
+    """Whether experts are dropped, which a redirect cannot express."""
 
     @abstractmethod
     def groups(self, score_E: Tensor, similarity_EE: Tensor, leaders: list[int]) -> list[list[int]]:

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from moepress.data.batches import NO_LABEL, answer_batches
 from moepress.errors import MoepressError
-from moepress.evaluate.logits import check_same_vocabulary, log_probabilities, logits_of, pieces
-from moepress.evaluate.precision import evaluating
-from moepress.evaluate.scores import TaskScore
-from moepress.evaluate.text import kl_T
+from moepress.evaluation.logits import check_same_vocabulary, log_probabilities, logits_of, pieces
+from moepress.evaluation.precision import evaluating
+from moepress.evaluation.scores import TaskScore
+from moepress.evaluation.text import kl_T
 from moepress.progress import track
 from moepress.tasks import Example, Task
 

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from moepress.data.batches import window_batches
 from moepress.data.windows import Windows
 from moepress.errors import MoepressError
-from moepress.evaluate.logits import check_same_vocabulary, log_probabilities, logits_of, pieces
-from moepress.evaluate.precision import evaluating
-from moepress.evaluate.scores import Comparison, TextScore
+from moepress.evaluation.logits import check_same_vocabulary, log_probabilities, logits_of, pieces
+from moepress.evaluation.precision import evaluating
+from moepress.evaluation.scores import Comparison, TextScore
 from moepress.models.walk import CalibrationBatch
 from moepress.progress import track
 

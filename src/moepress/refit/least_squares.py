@@ -1,0 +1,168 @@
+"""Solve the down projections of a compressed layer for the output that the whole layer had.
+
+Given who is routed where, the layer's output is linear in its down projections: with the gated hidden units of all
+experts side by side, P (T, k·F), and what is missing in the output, R (T, D), the change ΔW that minimises
+‖R − PΔW‖² + λ‖ΔW‖² solves (PᵀP + λ) ΔW = PᵀR. Each token is in few experts, so PᵀP is made of small products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moepress.errors import MoepressError
+from moepress.models.layer import ExpertBank, LayerBatch
+from moepress.models.walk import LayerVisit
+from moepress.refit.base import REFITS, Refit
+
+
+@REFITS.register("least-squares")
+@dataclass(frozen=True)
+class LeastSquares(Refit):
+    """Ridge least squares of the down projections on the output of the whole layer; with `target: original` also on
+    what earlier layers have lost against the original model. Closed form, no training."""
+
+    paper = "after MergeMoE, https://arxiv.org/abs/2510.14436"
+
+    target: Literal["original", "layer"] = "original"
+    ridge: float = 0.1
+    """λ as a share of the mean diagonal of PᵀP."""
+    relative: float = 0.5
+    """Tokens count as 1 / ‖residual stream‖^(2·relative): the next norm divides a token's error by its stream."""
+    joint_units: int = 12288
+    """Up to so many hidden units (k·F) all experts are solved together; beyond, one after the other, twice."""
+
+    def __post_init__(self) -> None:
+        if not self.ridge > 0:
+            raise MoepressError(f"least-squares: ridge must be positive, not {self.ridge}")
+
+    @property
+    def reference(self) -> bool:
+        return self.target == "original"
+
+    def remember(self, visit: LayerVisit) -> dict[int, Tensor]:
+        return {i: output_TD for i, (_, output_TD) in enumerate(visit.batches_with_output())}
+
+    @torch.no_grad()
+    def fit(self, visit: LayerVisit, whole: dict[int, Tensor]) -> None:
+        layer = visit.layer
+        bank = layer.bank
+        pieces, scale = [], None
+        for i, (batch, output_TD) in enumerate(visit.batches_with_output()):
+            missing_TD = whole.pop(i) - output_TD
+            weight_T = torch.ones(len(missing_TD), device=missing_TD.device)
+            if i in visit.drift:
+                missing_TD = missing_TD + visit.drift[i]
+                weight_T = visit.stream_norm[i].clamp_min(1e-6) ** -self.relative
+            scale = block_strength(visit, batch, bank) if scale is None else scale
+            pieces.append(Piece(batch, missing_TD.float() / scale, weight_T.float()))
+        mean = torch.cat([p.weight_T[p.batch.keep_T] for p in pieces]).square().mean().sqrt()
+        for piece in pieces:
+            piece.weight_T /= mean
+        solve = _solve_together if bank.num_experts * bank.hidden_units <= self.joint_units else _solve_in_turn
+        change_EDF = solve(bank, pieces, self.ridge)
+        if not torch.isfinite(change_EDF).all():
+            raise MoepressError(f"layer {layer.name!r}: the least squares have no finite solution; use a larger ridge")
+        changed = bank.map(lambda name, t: t + change_EDF.to(t.dtype) if name == "down_EDF" else t)
+        layer.adapter.write_bank(layer.block, changed)
+
+
+@dataclass
+class Piece:
+    """One batch: its routing, what is missing in the output, how much each token counts."""
+
+    batch: LayerBatch
+    missing_TD: Tensor
+    weight_T: Tensor
+
+    def units(self, bank: ExpertBank, e: int) -> tuple[Tensor, Tensor]:
+        """The tokens that expert `e` serves, and its gated, weighted hidden units on them: (T_e,), (T_e, F)."""
+        routing = self.batch.routing
+        token, slot = torch.where((routing.index_TK == e) & self.batch.keep_T[:, None] & (routing.weight_TK != 0))
+        x_TD = routing.hidden_TD[token].to(bank.up_EFD.dtype)
+        gate_T = routing.weight_TK[token, slot].float() * self.weight_T[token]
+        return token, bank.hidden(e, x_TD).float() * gate_T[:, None]
+
+    @property
+    def weighted_missing_TD(self) -> Tensor:
+        return self.missing_TD * self.weight_T[:, None]
+
+
+def block_strength(visit: LayerVisit, batch: LayerBatch, bank: ExpertBank) -> float:
+    """What the block multiplies its experts' output with (1 in most families), measured by doubling the experts."""
+    layer, routing = visit.layer, batch.routing
+    experts_TD = torch.zeros_like(routing.hidden_TD, dtype=torch.float32)
+    for e in range(bank.num_experts):
+        token, slot = torch.where(routing.index_TK == e)
+        y = bank.output(e, routing.hidden_TD[token].to(bank.up_EFD.dtype)).float()
+        experts_TD.index_add_(0, token, y * routing.weight_TK[token, slot, None].float())
+    _, once = next(visit.batches_with_output())
+    kept = {name: tensor.clone() for name, tensor in bank.tensors().items()}
+    doubled = bank.map(lambda name, t: t * 2 if name.startswith("down") else t)
+    layer.adapter.write_bank(layer.block, doubled)
+    _, twice = next(visit.batches_with_output())
+    layer.adapter.write_bank(layer.block, bank.map(lambda name, _: kept[name]))
+    change = (twice - once).float()[batch.keep_T]
+    experts_TD = experts_TD[batch.keep_T]
+    strength = float((change * experts_TD).sum() / experts_TD.square().sum().clamp_min(1e-30))
+    if strength == 0 or float((change - strength * experts_TD).norm() / (strength * experts_TD.norm())) > 0.02:
+        raise MoepressError(
+            f"layer {layer.name!r}: its output is not linear in its experts; least squares cannot be used"
+        )
+    return strength
+
+
+def _solve_together(bank: ExpertBank, pieces: list[Piece], ridge: float) -> Tensor:
+    experts, units, width = bank.num_experts, bank.hidden_units, bank.down_EDF.shape[1]
+    device = bank.down_EDF.device
+    gram = torch.zeros(experts * units, experts * units, dtype=torch.float64, device=device)
+    right = torch.zeros(experts * units, width, dtype=torch.float64, device=device)
+    for piece in pieces:
+        missing_TD = piece.weighted_missing_TD
+        made = [piece.units(bank, e) for e in range(experts)]
+        row_T = torch.full((len(missing_TD),), -1, dtype=torch.long, device=device)
+        for e, (token, units_TF) in enumerate(made):
+            if len(token) == 0:
+                continue
+            here = slice(e * units, (e + 1) * units)
+            right[here] += units_TF.T @ missing_TD[token]
+            gram[here, here] += units_TF.T @ units_TF
+            row_T.fill_(-1)[token] = torch.arange(len(token), device=device)
+            for other in range(e + 1, experts):
+                row = row_T[made[other][0]]
+                both = row >= 0
+                if bool(both.any()):
+                    there = slice(other * units, (other + 1) * units)
+                    gram[here, there] += units_TF[row[both]].T @ made[other][1][both]
+    gram = torch.triu(gram)
+    gram += torch.triu(gram, 1).T.clone()
+    gram.diagonal().add_(_shrinkage(gram.diagonal(), ridge))
+    change = torch.cholesky_solve(right, torch.linalg.cholesky(gram))
+    return change.reshape(experts, units, width).transpose(1, 2)
+
+
+def _solve_in_turn(bank: ExpertBank, pieces: list[Piece], ridge: float, rounds: int = 2) -> Tensor:
+    """Gauss–Seidel over experts: each is solved for what the others leave; memory of one expert's Gram matrix."""
+    change_EDF = torch.zeros_like(bank.down_EDF, dtype=torch.float64)
+    left = [piece.weighted_missing_TD for piece in pieces]
+    for _ in range(rounds):
+        for e in range(bank.num_experts):
+            made = [piece.units(bank, e) for piece in pieces]
+            gram = torch.stack([(u.T @ u).double() for _, u in made]).sum(0)
+            right = torch.zeros(bank.hidden_units, bank.down_EDF.shape[1], dtype=torch.float64, device=gram.device)
+            for (token, units_TF), missing_TD in zip(made, left, strict=True):
+                missing_TD.index_add_(0, token, units_TF @ change_EDF[e].T.float())
+                right += units_TF.T @ missing_TD[token]
+            gram.diagonal().add_(_shrinkage(gram.diagonal(), ridge))
+            change_EDF[e] = torch.cholesky_solve(right, torch.linalg.cholesky(gram)).T
+            for (token, units_TF), missing_TD in zip(made, left, strict=True):
+                missing_TD.index_add_(0, token, units_TF @ change_EDF[e].T.float(), alpha=-1)
+    return change_EDF
+
+
+def _shrinkage(diagonal: Tensor, ridge: float) -> float:
+    """λ; an expert that saw no token has a zero Gram matrix and keeps its weights."""
+    return max(ridge * float(diagonal.mean()), 1e-12)

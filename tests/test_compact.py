@@ -22,6 +22,7 @@ from moepress.checkpoint.compact import attach, compact_specs, detach, save_comp
 from moepress.checkpoint.guard import NOTICE
 from moepress.checkpoint.load import load_model, load_skeleton
 from moepress.checkpoint.quantizer import METHOD
+from moepress.checkpoint.sizes import predicted_sizes, sizes_of
 from moepress.errors import MoepressError
 from moepress.models.find import find_layers
 from tests import zoo
@@ -57,6 +58,7 @@ def test_round_trip(name: str, router: str, tmp_path: Path) -> None:
         assert apart(before, logits(duplicated(original, model), name)) <= 1e-5
 
     shards = "60KB" if router == "redirect" else "1GB"
+    assert predicted_sizes(original, specs) == sizes_of(model)
     save_compact(model, specs, tmp_path / "first", max_shard_size=shards)
     assert (tmp_path / "first" / "model.safetensors.index.json").exists() == (router == "redirect")
     loaded = load_model(tmp_path / "first")

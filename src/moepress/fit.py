@@ -32,6 +32,10 @@ def check_fit(recipe: Recipe, layers: list[MoELayer]) -> None:
         for layer in layers:
             if not layer.adapter.vanilla:
                 raise MoepressError(f"{layer.name!r}: this family has no vanilla form with fewer experts; use compact")
+    if recipe.router != "redirect":
+        for layer in layers:
+            if reason := layer.adapter.rows_refusal(layer.block):
+                raise MoepressError(f"layer {layer.name!r} cannot have fewer router rows, use router=redirect: {reason}")
     for layer in layers:
         for name, tensor in layer.bank.tensors().items():
             if not bool(torch.isfinite(tensor).all()):

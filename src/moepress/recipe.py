@@ -58,7 +58,7 @@ class AlignSection(Section):
     reference: Literal["dominant", "first"] = Field(
         default="dominant", description="align each group to its dominant expert, or all experts to the layer's first"
     )
-    solver: Component = Field(default="scipy", description="who solves the matching")
+    solver: Component = Field(default="auto", description="who solves the matching")
     memory: str = Field(default="2GB", description="of cost matrices that are held at a time (one at the least)")
 
 

@@ -76,7 +76,7 @@ def _count_rows(model: PreTrainedModel, specs: dict[str, CompactSpec]) -> None:
     ((experts, rows),) = shapes
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and getattr(module, "num_experts", None) == experts:
-            module.num_experts = rows
+            module.num_experts = rows  # type: ignore[assignment]
 
 
 def _check(model: PreTrainedModel, path: str, spec: CompactSpec) -> None:
@@ -86,7 +86,7 @@ def _check(model: PreTrainedModel, path: str, spec: CompactSpec) -> None:
         raise MoepressError(f"{type(model).__name__} has no layer {path!r}") from None
     adapter = adapter_of(block)
     if adapter is None:
-        raise MoepressError(f"layer {path!r} is a {type(block).__name__}, which is no MoE layer that moepress knows")
+        raise MoepressError(f"layer {path!r} is no MoE layer that moepress knows: it is a {type(block).__name__}")
     if not 1 <= spec.physical <= spec.experts:
         raise MoepressError(f"layer {path!r} cannot keep {spec.physical} of {spec.experts} experts")
     logical = spec.physical if spec.router == "rows" else spec.experts

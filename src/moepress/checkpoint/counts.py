@@ -7,6 +7,7 @@ from typing import Any
 
 from moepress.errors import MoepressError
 
+NOT_CONFIGS = ("quantization_config", "auto_map", "id2label", "label2id")
 NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -42,9 +43,8 @@ def _fields(holder: Any, prefix: str = "") -> Iterator[tuple[str, Any, str, Any]
     for name, value in list(values.items()):
         if name in NAMES and _is_count(value):
             yield prefix, holder, name, value
-        elif (isinstance(value, dict) or hasattr(value, "to_dict")) and not name.startswith("_"):
-            if name not in ("quantization_config", "auto_map", "id2label", "label2id"):
-                yield from _fields(value, f"{prefix}{name}.")
+        elif (isinstance(value, dict) or hasattr(value, "to_dict")) and name not in NOT_CONFIGS and name[0] != "_":
+            yield from _fields(value, f"{prefix}{name}.")
 
 
 def _is_count(value: Any) -> bool:

@@ -67,7 +67,7 @@ def refuse_output(path: AnyPath, overwrite: bool = False, source: AnyPath | None
     if target.exists() and not target.is_dir():
         raise MoepressError(f"the output {target} is a file: choose a folder")
     if target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise MoepressError(f"the output folder {target} is not empty: choose another one or allow overwriting it")
+        raise MoepressError(f"the output folder {target} is not empty: choose another one, or say --overwrite (overwrite=True)")
 
 
 def is_disk_full(error: BaseException) -> bool:

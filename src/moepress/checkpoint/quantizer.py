@@ -8,19 +8,17 @@ is an ordinary model of its native class, which trains, casts and saves like any
 from __future__ import annotations
 
 import copy
-import importlib.util
-import re
 import warnings
-from collections.abc import Iterable
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from moepress.checkpoint.checks import check_maps, check_tensors, named_tensors
 from moepress.checkpoint.headers import Header, floating_dtypes, read_headers
 from moepress.errors import MoepressError
 
@@ -54,7 +52,7 @@ class MoepressConfig(QuantizationConfigMixin):
                 f"this compact checkpoint has format {format_version!r} and this moepress reads format "
                 f"{FORMAT_VERSION}: install a newer one with `pip install -U moepress`"
             )
-        self.quant_method = METHOD
+        self.quant_method = METHOD  # type: ignore[assignment]
         self.format_version = format_version
         self.requires = REQUIRES
         self.guard = guard
@@ -95,7 +93,7 @@ class MoepressQuantizer(HfQuantizer):
         reshape_blocks(model, self.specs)
         if min(stored) in self.paths:
             add_notice(model, [self.paths[min(stored)]], FORMAT_VERSION)
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in _tensors(model)}
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model)}
         self.guard = self._name_here(self.quantization_config.guard, model)
 
     def _name_here(self, stored: str | None, model: PreTrainedModel) -> str | None:
@@ -118,7 +116,7 @@ class MoepressQuantizer(HfQuantizer):
         return conversions
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
-        # Never asked for a "pre-quantised" model but about shapes: ours are checked by `check_loaded`, which says
+        # Never asked for a "pre-quantised" model but about shapes: ours are checked by `checks.py`, which says
         # more than transformers' report.
         return self.pre_quantized
 
@@ -130,7 +128,8 @@ class MoepressQuantizer(HfQuantizer):
 
         for reason in repair(model):
             warnings.warn(reason, stacklevel=2)
-        check_loaded(model, self.specs, self.shapes)
+        check_tensors(model, list(self.specs), self.shapes)
+        check_maps(model, self.specs, self.files)
         self._leave(model)
         attach(model, self.specs, self.guard)
         return model
@@ -157,10 +156,6 @@ class MoepressQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
-
-
-def _tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    return ((name, t) for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, Tensor))
 
 
 def resolve(specs: dict[str, CompactSpec], model: PreTrainedModel) -> dict[str, str]:
@@ -232,9 +227,7 @@ def reshape_blocks(model: nn.Module, specs: dict[str, CompactSpec]) -> None:
         block = model.get_submodule(path)
         adapter = adapter_of(block)
         if adapter is None:
-            raise MoepressError(
-                f"layer {path!r} is a {type(block).__name__}, which is no MoE layer that moepress knows"
-            )
+            raise MoepressError(f"layer {path!r} is no MoE layer that moepress knows: it is a {type(block).__name__}")
         if adapter.num_experts(block) != spec.experts:
             raise MoepressError(
                 f"config.json gives layer {path!r} {adapter.num_experts(block)} experts in one place and "
@@ -245,50 +238,4 @@ def reshape_blocks(model: nn.Module, specs: dict[str, CompactSpec]) -> None:
             # Initialisers must stay away: some walk through as many experts as the config counts, and Zaya's writes
             # over loaded selection biases. Tensors that no file holds need theirs; any other that is not loaded is
             # an error later on.
-            module._is_hf_initialized = not module._non_persistent_buffers_set
-
-
-def check_loaded(model: PreTrainedModel, specs: dict[str, CompactSpec], shapes: dict[str, tuple[int, ...]]) -> None:
-    """transformers checks no shapes for a model with a quantizer, and fills what is missing with random numbers."""
-    from moepress.models.find import adapter_of
-
-    complete = type(model).__name__ in (model.config.architectures or ())
-    compact = tuple(f"{path}." for path in specs)
-    optional = tuple(model._keys_to_ignore_on_load_missing or ())
-    for name, tensor in _tensors(model):
-        if tuple(tensor.shape) != shapes[name]:
-            raise MoepressError(
-                f"the checkpoint is corrupt: {name} has shape {tuple(tensor.shape)} and should have {shapes[name]}"
-            )
-        # transformers marks what it has loaded; weights that wait on disk are on the meta device and carry no mark
-        loaded = tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)
-        required = name.startswith(compact) or (complete and not _matches(optional, name))
-        if required and not loaded:
-            raise MoepressError(f"the checkpoint is incomplete: {name} is missing")
-    for path, spec in specs.items():
-        block = model.get_submodule(path)
-        expert_map = adapter_of(block).expert_map(block)  # type: ignore[union-attr]
-        if expert_map is None:
-            continue
-        stored = getattr(getattr(block, "experts", None), "num_experts", spec.physical)
-        if stored != spec.physical and _router_counts_for_ranks():
-            raise MoepressError(
-                f"layer {path!r} cannot run with expert parallelism under this version of transformers, which picks "
-                "each process's experts before the redirect: use tensor parallelism or a newer transformers"
-            )
-        if expert_map.is_meta:
-            continue
-        if int(expert_map.min()) < 0 or int(expert_map.max()) >= spec.physical:
-            raise MoepressError(
-                f"the checkpoint is corrupt: the expert_map of {path!r} points outside of its {spec.physical} experts"
-            )
-
-
-def _router_counts_for_ranks() -> bool:
-    """Whether expert parallelism renumbers what the native router returns, before any hook sees it. Later versions
-    renumber what the experts are called with."""
-    return importlib.util.find_spec("transformers.distributed.expert_parallel") is None
-
-
-def _matches(patterns: Iterable[str], name: str) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns)
+            module._is_hf_initialized = not module._non_persistent_buffers_set  # type: ignore[assignment]

@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from moepress import __version__
-from moepress.cli import compress, demo, evaluate, export, inspect, methods
+from moepress.cli import bench, compress, demo, evaluate, export, inspect, methods
 from moepress.errors import MoepressError
+
+INTERRUPTED = 130
 
 app = typer.Typer(
     name="moepress",
@@ -21,6 +23,7 @@ app = typer.Typer(
 for command in (compress, inspect, evaluate, export, methods, demo):
     name = command.__name__.rpartition(".")[2]
     app.command(name)(getattr(command, name))
+app.add_typer(bench.app, name="bench")
 
 
 def _show_version(wanted: bool) -> None:
@@ -48,6 +51,7 @@ def main() -> None:
     except MoepressError as error:
         print(f"moepress: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("moepress: interrupted; nothing was written", file=sys.stderr)
-        sys.exit(130)
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:  # typer turns Ctrl-C into this and says nothing
+            print("moepress: interrupted; nothing was written", file=sys.stderr)
+        raise

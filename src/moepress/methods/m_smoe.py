@@ -29,7 +29,7 @@ class MSMoE(Method):
         "plan.grouping": "dominant",
         "align.method": "weight-matching",
         "align.reference": "dominant",
-        "align.solver": "scipy",
+        "align.solver": "auto",
         "merge.operator": "frequency",
         "router": "redirect",
     }

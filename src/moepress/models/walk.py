@@ -269,7 +269,7 @@ def _walk_with_reference(
             run = forwards[id(layer.block)]
             visit = LayerVisit(layer, run, dict(enumerate(stops[:count])), batches)
             before = [run(*_private(stop.args), **_private(stop.kwargs)) for stop in stops]
-            kick = torch.randn_like(_first(before[-1])) * _first(before[-1]).std()
+            kick = _kick(_first(before[-1]))
             before[-1] = _with_first(before[-1], _first(before[-1]) + kick)
             outputs = [r.switch(y).output for r, y in zip(runners, before, strict=True)]
             behind = [_first(output) for output in outputs]
@@ -308,7 +308,13 @@ def _strength(layer: MoELayer, change: Tensor, kick: Tensor) -> float:
     strength = float(change @ kick / (kick @ kick))
     if strength == 0 or float((change - strength * kick).norm() / (strength * kick).norm()) > 0.01:
         raise UnsupportedModel(f"layer {layer.name!r}: the residual stream does not follow the block's output linearly")
-    return strength
+    return float(f"{strength:.4g}")  # factors are round numbers in configs; what is left is rounding
+
+
+def _kick(output: Tensor) -> Tensor:
+    """A random change of the size of a block's output, always the same."""
+    draw = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
+    return draw.to(output.device, output.dtype) * output.std()
 
 
 def _first(output: Any) -> Tensor:

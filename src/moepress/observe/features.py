@@ -19,8 +19,8 @@ class Features(Statistic):
         routing = batch.kept()
         sums = {name: torch.zeros(size, dtype=torch.float64) for name, size in self.sizes(self.shape).items()}
         for e in range(self.shape.experts):
-            x = routing.hidden_TD[((routing.index_TK == e) & (routing.weight_TK != 0)).any(dim=1)].double()
-            sums["sum"][e], sums["abs"][e], sums["square"][e] = x.sum(0), x.abs().sum(0), x.square().sum(0)
-            sums["count"][e] = x.shape[0]
+            x_nD = routing.calls(e)[1].double()
+            sums["sum"][e], sums["abs"][e], sums["square"][e] = x_nD.sum(0), x_nD.abs().sum(0), x_nD.square().sum(0)
+            sums["count"][e] = len(x_nD)
         for name, value in sums.items():
             self.add(name, value)

@@ -24,14 +24,14 @@ class OutputNorm(Statistic):
         routing = batch.kept()
         sums = {name: torch.zeros(size, dtype=torch.float64) for name, size in self.sizes(self.shape).items()}
         for e in range(self.shape.experts):
-            token, slot = torch.where((routing.index_TK == e) & (routing.weight_TK != 0))
-            if token.numel() == 0:
+            token_n, x_nD, weight_n = routing.calls(e)
+            if len(token_n) == 0:
                 continue
-            norm_T = bank.output(e, routing.hidden_TD[token].to(bank.up_EFD.dtype)).float().norm(dim=1).double()
-            gated_T = norm_T * routing.weight_TK[token, slot].double()
-            sums["norm"][e], sums["gated"][e] = norm_T.sum(), gated_T.sum()
-            sums["gated_square"][e] = gated_T.square().sum()
-            sums["routed"][e] = token.numel()
+            norm_n = bank.output(e, x_nD.to(bank.up_EFD.dtype)).float().norm(dim=1).double()
+            gated_n = norm_n * weight_n.double()
+            sums["norm"][e], sums["gated"][e] = norm_n.sum(), gated_n.sum()
+            sums["gated_square"][e] = gated_n.square().sum()
+            sums["routed"][e] = len(token_n)
         sums["tokens"][0] = routing.index_TK.shape[0]
         for name, value in sums.items():
             self.add(name, value)

@@ -80,11 +80,11 @@ class Piece:
 
     def units(self, bank: ExpertBank, e: int) -> tuple[Tensor, Tensor]:
         """The tokens that expert `e` serves, and its gated, weighted hidden units on them: (T_e,), (T_e, F)."""
-        routing = self.batch.routing
-        token, slot = torch.where((routing.index_TK == e) & self.batch.keep_T[:, None] & (routing.weight_TK != 0))
-        x_TD = routing.hidden_TD[token].to(bank.up_EFD.dtype)
-        gate_T = routing.weight_TK[token, slot].float() * self.weight_T[token]
-        return token, bank.hidden(e, x_TD).float() * gate_T[:, None]
+        token_n, x_nD, gate_n = self.batch.routing.calls(e)
+        real = self.batch.keep_T[token_n]
+        token_n, x_nD, gate_n = token_n[real], x_nD[real], gate_n[real].float()
+        units_nF = bank.hidden(e, x_nD.to(bank.up_EFD.dtype)).float()
+        return token_n, units_nF * (gate_n * self.weight_T[token_n])[:, None]
 
     @property
     def weighted_missing_TD(self) -> Tensor:
@@ -96,9 +96,9 @@ def block_strength(visit: LayerVisit, batch: LayerBatch, bank: ExpertBank) -> fl
     layer, routing = visit.layer, batch.routing
     experts_TD = torch.zeros_like(routing.hidden_TD, dtype=torch.float32)
     for e in range(bank.num_experts):
-        token, slot = torch.where(routing.index_TK == e)
-        y = bank.output(e, routing.hidden_TD[token].to(bank.up_EFD.dtype)).float()
-        experts_TD.index_add_(0, token, y * routing.weight_TK[token, slot, None].float())
+        token_n, x_nD, gate_n = routing.calls(e)
+        y_nD = bank.output(e, x_nD.to(bank.up_EFD.dtype)).float()
+        experts_TD.index_add_(0, token_n, y_nD * gate_n[:, None].float())
     _, once = next(visit.batches_with_output())
     kept = {name: tensor.clone() for name, tensor in bank.tensors().items()}
     doubled = bank.map(lambda name, t: t * 2 if name.startswith("down") else t)
@@ -112,7 +112,7 @@ def block_strength(visit: LayerVisit, batch: LayerBatch, bank: ExpertBank) -> fl
         raise MoepressError(
             f"layer {layer.name!r}: its output is not linear in its experts; least squares cannot be used"
         )
-    return strength
+    return float(f"{strength:.4g}")
 
 
 def _solve_together(bank: ExpertBank, pieces: list[Piece], ridge: float) -> Tensor:
@@ -139,7 +139,7 @@ def _solve_together(bank: ExpertBank, pieces: list[Piece], ridge: float) -> Tens
                     gram[here, there] += units_TF[row[both]].T @ made[other][1][both]
     gram = torch.triu(gram)
     gram += torch.triu(gram, 1).T.clone()
-    gram.diagonal().add_(_shrinkage(gram.diagonal(), ridge))
+    gram.diagonal().add_(_shrinkage(float(gram.diagonal().mean()), ridge))
     change = torch.cholesky_solve(right, torch.linalg.cholesky(gram))
     return change.reshape(experts, units, width).transpose(1, 2)
 
@@ -148,6 +148,8 @@ def _solve_in_turn(bank: ExpertBank, pieces: list[Piece], ridge: float, rounds: 
     """Gauss–Seidel over experts: each is solved for what the others leave; memory of one expert's Gram matrix."""
     change_EDF = torch.zeros_like(bank.down_EDF, dtype=torch.float64)
     left = [piece.weighted_missing_TD for piece in pieces]
+    energy = sum(float(p.units(bank, e)[1].double().square().sum()) for p in pieces for e in range(bank.num_experts))
+    shrinkage = _shrinkage(energy / (bank.num_experts * bank.hidden_units), ridge)
     for _ in range(rounds):
         for e in range(bank.num_experts):
             made = [piece.units(bank, e) for piece in pieces]
@@ -156,13 +158,13 @@ def _solve_in_turn(bank: ExpertBank, pieces: list[Piece], ridge: float, rounds: 
             for (token, units_TF), missing_TD in zip(made, left, strict=True):
                 missing_TD.index_add_(0, token, units_TF @ change_EDF[e].T.float())
                 right += units_TF.T @ missing_TD[token]
-            gram.diagonal().add_(_shrinkage(gram.diagonal(), ridge))
+            gram.diagonal().add_(shrinkage)
             change_EDF[e] = torch.cholesky_solve(right, torch.linalg.cholesky(gram)).T
             for (token, units_TF), missing_TD in zip(made, left, strict=True):
                 missing_TD.index_add_(0, token, units_TF @ change_EDF[e].T.float(), alpha=-1)
     return change_EDF
 
 
-def _shrinkage(diagonal: Tensor, ridge: float) -> float:
+def _shrinkage(mean_diagonal: float, ridge: float) -> float:
     """λ; an expert that saw no token has a zero Gram matrix and keeps its weights."""
-    return max(ridge * float(diagonal.mean()), 1e-12)
+    return max(ridge * mean_diagonal, 1e-12)

@@ -5,6 +5,7 @@ import importlib.util
 import warnings
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,19 +36,24 @@ class Auction(Solver):
         costs_NFF = checked(costs_NFF)
         if not len(costs_NFF):
             return []
-        run = _Run.of(costs_NFF, self.gap)
-        run.prove(None)
-        if norms_NF is not None and run.left:
-            # With half the squared norms for prices, the maximum of a row is its nearest unit.
-            run.prove(0.5 * norms_NF.detach())
+        run = Run.of(costs_NFF, self.gap)
+        run.prove(norms_NF)
         if run.left:
-            run.bid(self.bids * costs_NFF.shape[1])
+            run.settle(run.bid(self.bids * costs_NFF.shape[1]))
         return [run.solved[problem] for problem in range(len(costs_NFF))]
 
 
+class Auctioned(NamedTuple):
+    order_nF: Tensor
+    prices_nF: Tensor
+    bids_n: Tensor
+    finished_n: Tensor
+    """False where the limit of bids was reached first."""
+
+
 @dataclass
-class _Run:
-    """The problems of one call, and what became of them so far."""
+class Run:
+    """The problems of one call, and what became of them so far: `prove`, then `bid` and `settle` what is left."""
 
     backend: ModuleType
     exact_NFF: Tensor
@@ -60,7 +66,7 @@ class _Run:
     solved: dict[int, Solution] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, costs_NFF: Tensor, gap: float) -> _Run:
+    def of(cls, costs_NFF: Tensor, gap: float) -> Run:
         device = costs_NFF.device
         backend = backend_for(device)
         if backend.__name__.endswith("_cpu"):
@@ -77,7 +83,14 @@ class _Run:
     def left(self) -> list[int]:
         return [problem for problem in range(len(self.costs_NFF)) if problem not in self.solved]
 
-    def prove(self, prices_NF: Tensor | None) -> None:
+    def prove(self, norms_NF: Tensor | None) -> None:
+        """Accept the row maxima where they are an assignment: at prices 0, or at half the squared norms of the other
+        expert's units, where the maximum of a row is its nearest unit."""
+        self._prove_at(None)
+        if norms_NF is not None and self.left:
+            self._prove_at(0.5 * norms_NF.detach())
+
+    def _prove_at(self, prices_NF: Tensor | None) -> None:
         left = self.left
         prices_nF = None if prices_NF is None else prices_NF.to(self.costs_NFF)[left].contiguous()
         order_nF, proven_n = self.backend.prove(self.costs_NFF, left, prices_nF)
@@ -92,10 +105,14 @@ class _Run:
             if gap <= self.gap:
                 self.accept(left[place], order_nF[place], gap, "proof")
 
-    def bid(self, limit: int) -> None:
+    def bid(self, limit: int) -> Auctioned:
+        first_n, last_n = epsilons(self.costs_NFF, self.left)
+        return Auctioned(*self.backend.bid(self.costs_NFF, self.left, first_n, last_n, SHRINK, limit))
+
+    def settle(self, auctioned: Auctioned) -> None:
+        """Certify what the auctions found, accept what is close enough, and solve the rest exactly."""
         left = self.left
-        first_n, last_n = epsilons(self.costs_NFF, left)
-        order_nF, prices_nF, bids_n, finished_n = self.backend.bid(self.costs_NFF, left, first_n, last_n, SHRINK, limit)
+        order_nF, prices_nF, bids_n, finished_n = auctioned
         gaps = self.backend.certify(self.exact_NFF, left, order_nF, prices_nF).tolist()
         bids, finished = bids_n.tolist(), finished_n.tolist()
         poor: list[int] = []

@@ -1,0 +1,363 @@
+"""Alignment: SciPy as in the paper's code, and ours, on the same experts in the same run.
+
+A layer is one reference expert and `count` others, with Switch's two matrices. Its experts are unrelated, or copies of
+one expert with noise and with their units in another order, as in a model that was made from a dense one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from moepress.align import ALIGNMENTS, SOLVERS, Solution, kinds
+from moepress.align.base import Expert
+from moepress.align.costs import Units, fill_costs, squared_norms
+from moepress.align.solvers.auction import Auction, Run
+from moepress.bench.results import Table, write
+from moepress.bench.timing import Clock, Timing, human_seconds, machine, machine_words, take_turns
+from moepress.errors import MoepressError
+from moepress.progress import track
+
+
+@dataclass(frozen=True)
+class Family:
+    words: str
+    noise: float | None
+    """In standard deviations of the expert that all are copies of; None: unrelated experts."""
+    spread: float
+    """Of the logarithm of the units' norms."""
+
+
+FAMILIES = {
+    "iid": Family("unrelated", None, 0.0),
+    "lognormal": Family("unrelated, log-normal norms 0.3", None, 0.3),
+    "upcycled-1": Family("upcycled, noise 1", 1.0, 0.0),
+    "upcycled-3": Family("upcycled, noise 3", 3.0, 0.0),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    hidden: int = 3072
+    width: int = 768
+    count: int = 24
+    """Problems of a layer: experts that are aligned to another one."""
+    reference: int = 8
+    """How many of them SciPy solves in each round."""
+    repeats: int = 3
+    device: str = "cpu"
+    solver: str = "auto"
+    model_problems: int = 0
+    """Problems of a whole model, solved in one call on CUDA and layer by layer on a CPU. 0: none."""
+    families: tuple[str, ...] = tuple(FAMILIES)
+    seed: int = 0
+
+    def command(self) -> str:
+        plain = Settings()
+        given = {name: value for name, value in asdict(self).items() if value != getattr(plain, name)}
+        families = [f"--family {name}" for name in given.pop("families", ())]
+        options = [f"--{name.replace('_', '-')} {value}" for name, value in given.items()]
+        threads = f"OMP_NUM_THREADS={torch.get_num_threads()} " if self.device == "cpu" else ""
+        return " ".join([f"{threads}moepress bench align", *options, *families])
+
+
+def run(settings: Settings, folder: Path) -> tuple[dict[str, Any], list[Table]]:
+    """Measure, and write align.json, align.md and align.png."""
+    for name in settings.families:
+        if name not in FAMILIES:
+            raise MoepressError(f"there are no experts of kind {name!r}: known are {', '.join(FAMILIES)}")
+    clock = Clock.on(torch.device(settings.device))
+    described = machine(clock.device)
+    data: dict[str, Any] = {
+        "benchmark": "align",
+        "command": settings.command(),
+        "machine": described | {"words": machine_words(described)},
+        "clock": clock.words,
+        "settings": asdict(settings),
+        "layer": {name: measure_layer(name, settings, clock) for name in track(settings.families, "layer")},
+        "model": {},
+    }
+    if settings.model_problems:
+        data["model"] = {name: measure_model(name, settings, clock) for name in track(settings.families, "model")}
+    tables = [solver_table(data), stage_table(data), layer_table(data)]
+    if data["model"]:
+        tables.append(model_table(data))
+    write(folder, "align", data, f"Alignment of experts with {settings.hidden} hidden units", tables, drawing(data))
+    return data, tables
+
+
+def make_layer(family: Family, settings: Settings, seed: int) -> list[Expert]:
+    """The reference expert and the others."""
+    device, F, D = torch.device(settings.device), settings.hidden, settings.width
+    draw = torch.Generator(device).manual_seed(settings.seed + seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, device=device)
+
+    def units() -> Tensor:
+        return normal(F, 2 * D) * (family.spread * normal(F, 1)).exp()
+
+    base = units() if family.noise is not None else None
+    experts: list[Expert] = []
+    for _ in range(settings.count + 1):
+        own = units() if base is None or family.noise is None else base + family.noise * normal(F, 2 * D)
+        own = own[torch.randperm(F, generator=draw, device=device)] / (2 * D) ** 0.5
+        experts.append({"up_EFD": own[:, :D].contiguous(), "down_EDF": own[:, D:].T.contiguous()})
+    return experts
+
+
+def pairs_of(experts: Sequence[Expert]) -> list[tuple[Units, Units]]:
+    units = [ALIGNMENTS.create("weight-matching").units(expert) or [] for expert in experts]
+    return [(units[0], other) for other in units[1:]]
+
+
+class Layer:
+    """The work on one layer, by the paper's code and by ours, on memory that is there before clocks start."""
+
+    def __init__(self, experts: list[Expert], settings: Settings) -> None:
+        self.experts, self.settings = experts, settings
+        self.pairs = pairs_of(experts)
+        F = settings.hidden
+        self.costs_NFF = torch.empty(len(self.pairs), F, F, device=settings.device)
+        self.rounded_NFF = torch.empty_like(self.costs_NFF)
+        self.norms_NF = torch.empty(len(self.pairs), F, device=settings.device)
+        self.reference_costs: list[Tensor] = []
+        self.reference_orders: list[Tensor] = []
+        self.solver = SOLVERS.create(settings.solver)
+        self.solutions: list[Solution] = []
+        self.steps: Run | None = None
+        self.auctioned: Any = None
+
+    def paper_cost(self) -> None:
+        """As in the paper's code: one matrix product for each of the two matrices of an expert."""
+        first = self.experts[0]
+        self.reference_costs = [
+            first["up_EFD"] @ other["up_EFD"].T + first["down_EDF"].T @ other["down_EDF"]
+            for other in self.experts[1 : self.settings.reference + 1]
+        ]
+
+    def paper_solve(self) -> None:
+        self.reference_orders = [
+            torch.from_numpy(linear_sum_assignment(cost_FF.cpu().numpy(), maximize=True)[1])
+            for cost_FF in self.reference_costs
+        ]
+
+    def cost(self) -> None:
+        fill_costs(self.costs_NFF, self.pairs)
+        self.norms_NF = squared_norms([other for _, other in self.pairs])
+
+    def rounded_cost(self) -> None:
+        fill_costs(self.rounded_NFF, self.pairs, "bfloat16")
+
+    def solve(self) -> None:
+        self.solutions = self.solver.solve_many(self.costs_NFF, self.norms_NF)
+
+    def prove(self) -> None:
+        self.steps = Run.of(self.costs_NFF, Auction().gap)
+        self.steps.prove(self.norms_NF)
+
+    def bid(self) -> None:
+        assert self.steps is not None
+        if self.steps.left:
+            self.auctioned = self.steps.bid(Auction().bids * self.settings.hidden)
+
+    def settle(self) -> None:
+        assert self.steps is not None
+        if self.steps.left:
+            self.steps.settle(self.auctioned)
+
+    def ours(self) -> dict[str, Callable[[], None]]:
+        return {
+            "cost": self.cost,
+            "cost from bfloat16": self.rounded_cost,
+            "solve": self.solve,
+            "prove": self.prove,
+            "bid": self.bid,
+            "certify": self.settle,
+        }
+
+
+def measure_layer(name: str, settings: Settings, clock: Clock) -> dict[str, Any]:
+    layer = Layer(make_layer(FAMILIES[name], settings, seed=1), settings)
+    take_turns(clock, layer.ours(), repeats=0)  # compiles, and touches all memory
+    paper = {"paper's cost": layer.paper_cost, "SciPy": layer.paper_solve}
+    timings = take_turns(clock, paper | layer.ours(), settings.repeats, warmup=0)
+    problems = dict.fromkeys(paper, settings.reference) | dict.fromkeys(layer.ours(), settings.count)
+    rounded = layer.solver.solve_many(layer.rounded_NFF, layer.norms_NF)
+    totals = [total(cost_FF, s.order) for cost_FF, s in zip(layer.costs_NFF, layer.solutions, strict=True)]
+    lost = [
+        (best - total(cost_FF, s.order)) / abs(best)
+        for cost_FF, s, best in zip(layer.costs_NFF, rounded, totals, strict=True)
+    ]
+    compared = list(zip(layer.costs_NFF, layer.reference_orders, layer.solutions, totals, strict=False))
+    against = [(total(cost_FF, order) - ours) / abs(ours) for cost_FF, order, _, ours in compared]
+    same = [float((order == s.order.cpu()).double().mean()) for _, order, s, _ in compared]
+    return {
+        "words": FAMILIES[name].words,
+        "per_problem": {stage: timing.per(problems[stage]).to_dict() for stage, timing in timings.items()},
+        "worst_gap": max(s.gap for s in layer.solutions),
+        "worst_against_scipy": max(against),
+        "same_as_scipy": sum(same) / len(same),
+        "worst_loss_from_bfloat16": max(lost),
+        "solved": dict(kinds(layer.solutions)),
+        "bids_per_unit": sum(s.bids for s in layer.solutions) / len(layer.solutions) / settings.hidden,
+    }
+
+
+def measure_model(name: str, settings: Settings, clock: Clock) -> dict[str, Any]:
+    """All problems of a model whose layers have `count` problems each."""
+    F, count, problems = settings.hidden, settings.count, settings.model_problems
+    at_once = problems if clock.device.type == "cuda" else count
+    costs_NFF = torch.empty(at_once, F, F, device=clock.device)
+    norms_NF = torch.empty(at_once, F, device=clock.device)
+    solver = SOLVERS.create(settings.solver)
+    cost, solve, solutions = 0.0, Timing([0.0]), list[Solution]()
+    for start in range(0, problems, at_once):
+        held = min(at_once, problems - start)
+        for first in range(0, held, count):
+            pairs = pairs_of(make_layer(FAMILIES[name], settings, seed=2 + start + first))[: held - first]
+            target_NFF = costs_NFF[first : first + len(pairs)]
+            cost += clock.time(lambda target_NFF=target_NFF, pairs=pairs: fill_costs(target_NFF, pairs))[0]  # type: ignore[misc]
+            norms_NF[first : first + len(pairs)] = squared_norms([other for _, other in pairs])
+        if at_once == problems:
+            turns = take_turns(clock, {"solve": lambda: solver.solve_many(costs_NFF, norms_NF)}, settings.repeats)
+            solve = turns["solve"]
+        seconds, found = clock.time(lambda held=held: solver.solve_many(costs_NFF[:held], norms_NF[:held]))  # type: ignore[misc]
+        if at_once != problems:
+            solve = Timing([solve.seconds[0] + seconds])
+        solutions += found
+    return {
+        "words": FAMILIES[name].words,
+        "problems": problems,
+        "calls": -(-problems // at_once),
+        "cost": cost,
+        "solve": solve.to_dict(),
+        "worst_gap": max(s.gap for s in solutions),
+        "solved": dict(kinds(solutions)),
+    }
+
+
+def total(cost_FF: Tensor, order_F: Tensor) -> float:
+    return float(cost_FF.gather(1, order_F.to(cost_FF.device)[:, None]).double().sum())
+
+
+def median(family: dict[str, Any], stage: str) -> float:
+    return float(family["per_problem"][stage]["median"])
+
+
+def spread(family: dict[str, Any], stage: str) -> str:
+    return Timing(family["per_problem"][stage]["seconds"]).words()
+
+
+def solved_words(solved: dict[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(solved.items()))
+
+
+def solver_table(data: dict[str, Any]) -> Table:
+    rows = [
+        [
+            family["words"],
+            spread(family, "SciPy"),
+            spread(family, "solve"),
+            f"{median(family, 'SciPy') / median(family, 'solve'):.1f}×",
+            f"{family['worst_gap']:.1e}",
+            f"{family['worst_against_scipy']:.1e}",
+            solved_words(family["solved"]),
+            f"{family['bids_per_unit']:.1f}",
+        ]
+        for family in data["layer"].values()
+    ]
+    settings = data["settings"]
+    note = (
+        f"One assignment: median of {settings['repeats']} rounds (fastest – slowest), {data['clock']}. A round is "
+        f"{settings['reference']} problems for SciPy and {settings['count']} for ours, solved in one call; ours includes "
+        "the certificate. Certified gap: how far a total can be from the best one, proven. Worse than SciPy: how far "
+        "it was (0: the same total)."
+    )
+    columns = ["experts", "SciPy", "ours", "faster", "certified gap", "worse than SciPy", "solved by", "bids a unit"]
+    return Table(f"Assignment, n = {settings['hidden']}", columns, rows, note)
+
+
+def stage_table(data: dict[str, Any]) -> Table:
+    stages = ["paper's cost", "cost", "cost from bfloat16", "prove", "bid", "certify"]
+    rows = [
+        [family["words"], *(human_seconds(median(family, stage)) for stage in stages)]
+        for family in data["layer"].values()
+    ]
+    return Table("Stages, for one problem", ["experts", *stages], rows)
+
+
+def layer_table(data: dict[str, Any]) -> Table:
+    count = data["settings"]["count"]
+    rows = []
+    for family in data["layer"].values():
+        paper = count * (median(family, "paper's cost") + median(family, "SciPy"))
+        exact = count * (median(family, "cost") + median(family, "solve"))
+        rounded = count * (median(family, "cost from bfloat16") + median(family, "solve"))
+        rows.append(
+            [
+                family["words"],
+                human_seconds(paper),
+                human_seconds(exact),
+                f"{paper / exact:.1f}×",
+                human_seconds(rounded),
+                f"{paper / rounded:.1f}×",
+                f"{family['worst_loss_from_bfloat16']:.1e}",
+            ]
+        )
+    columns = ["experts", "paper's loop", "ours", "faster", "ours from bfloat16", "faster", "its loss of the total"]
+    note = "The paper's loop: two float32 matrix products and SciPy for each expert. From the medians above."
+    return Table(f"A whole layer: {count} costs and assignments", columns, rows, note)
+
+
+def model_table(data: dict[str, Any]) -> Table:
+    rows = []
+    for name, model in data["model"].items():
+        family, problems = data["layer"][name], model["problems"]
+        paper = problems * (median(family, "paper's cost") + median(family, "SciPy"))
+        ours = model["cost"] + model["solve"]["median"]
+        rows.append(
+            [
+                model["words"],
+                str(problems),
+                human_seconds(paper),
+                human_seconds(model["cost"]),
+                Timing(model["solve"]["seconds"]).words(),
+                f"{paper / ours:.0f}×",
+                f"{model['worst_gap']:.1e}",
+                str(model["calls"]),
+            ]
+        )
+    columns = ["experts", "problems", "paper's loop", "our costs", "our solver", "faster", "certified gap", "calls"]
+    return Table("A whole model", columns, rows, "The paper's loop is extrapolated from the problems of one layer.")
+
+
+def drawing(data: dict[str, Any]) -> Callable[[Path], None]:
+    def draw(file: Path) -> None:
+        from matplotlib.figure import Figure
+
+        families = list(data["layer"].values())
+        figure = Figure(figsize=(8, 1.2 + 0.8 * len(families)), layout="constrained")
+        axes = figure.subplots()
+        for place, family in enumerate(families):
+            scipy, ours = median(family, "SciPy"), median(family, "solve")
+            axes.barh(place - 0.2, scipy, 0.38, color="#9aa5b1", label="SciPy" if place == 0 else None)
+            axes.barh(place + 0.2, ours, 0.38, color="#1f6f8b", label="moepress" if place == 0 else None)
+            axes.text(ours * 1.1, place + 0.2, f"{human_seconds(ours)}, {scipy / ours:.0f}× faster", va="center")
+            axes.text(scipy * 1.1, place - 0.2, human_seconds(scipy), va="center")
+        axes.set_yticks(range(len(families)), [family["words"] for family in families])
+        axes.invert_yaxis()
+        axes.set_xscale("log")
+        axes.set_xlim(right=axes.get_xlim()[1] * 8)
+        axes.set_xlabel(f"one assignment of {data['settings']['hidden']} hidden units, {data['clock']}")
+        axes.legend(loc="lower right")
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(file, dpi=150)
+
+    return draw

@@ -1,0 +1,64 @@
+"""Measurements that everyone can repeat; each writes its results into a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from moepress.cli.output import Json, print_json, print_table, quiet_if
+
+Opt = Optional  # noqa: UP045 - typer reads these annotations at run time
+app = typer.Typer(no_args_is_help=True, help="Measure moepress against what it replaces.", rich_markup_mode=None)
+
+
+@app.callback()
+def options() -> None:
+    pass
+
+
+@app.command()
+def align(
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for align.json, align.md and align.png.")] = Path(
+        "out/bench"
+    ),
+    hidden: Annotated[int, typer.Option(min=1, help="Hidden units of an expert.")] = 3072,
+    width: Annotated[int, typer.Option(min=1, help="Input width of an expert.")] = 768,
+    count: Annotated[int, typer.Option(min=1, help="Experts of a layer that are aligned to another one.")] = 24,
+    reference: Annotated[int, typer.Option(min=1, help="How many of them SciPy solves in a round.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds.")] = 3,
+    family: Annotated[
+        Opt[list[str]], typer.Option(help="Only these experts: iid, lognormal, upcycled-1, upcycled-3.")
+    ] = None,
+    solver: Annotated[str, typer.Option(help="Ours: auto, auction, scipy.")] = "auto",
+    model_problems: Annotated[
+        int, typer.Option(min=0, help="Also this many problems as one model (264: switch-base-32).")
+    ] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Of the experts.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Align the experts of a layer: SciPy as in the paper's code, and ours."""
+    from moepress.bench.align import FAMILIES, Settings, run
+
+    settings = Settings(
+        hidden=hidden,
+        width=width,
+        count=count,
+        reference=min(reference, count),
+        repeats=repeats,
+        device=device,
+        solver=solver,
+        model_problems=model_problems,
+        families=tuple(family or FAMILIES),
+        seed=seed,
+    )
+    with quiet_if(as_json):
+        data, tables = run(settings, out)
+    if as_json:
+        print_json(data)
+        return
+    for table in tables:
+        print_table(table.title, table.columns, table.rows, table.note)
+    typer.echo(f"Written to {out}")

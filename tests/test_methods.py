@@ -1,0 +1,159 @@
+"""Every method on a tiny model of each router kind: finite, right size, deterministic, and its defining property."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from moepress.errors import MoepressError
+from moepress.methods import METHODS
+from moepress.models.find import find_layers
+from moepress.models.walk import walk
+from moepress.pipeline import press
+from moepress.recipe import make_recipe
+from moepress.refit import REFITS
+from moepress.refit.least_squares import _solve_in_turn, _solve_together
+
+from . import zoo
+from .test_observe import calibration
+
+KEEP = {"deepseek_v3": 6}  # its routers choose 3 experts out of one of two groups
+ROUTERS = ["qwen3_moe", "gpt_oss", "deepseek_v3", "minimax_m2", "phimoe", "switch_transformers", "llama4"]
+
+
+def pressed(name: str, seed: int = 0, batches: int = 2, **given):
+    model = zoo.build(name, seed)
+    recipe = make_recipe({"keep": KEEP.get(name, 4), **given})
+    outcome = press(model, recipe, lambda: calibration(name, model, batches))
+    return model, outcome
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("method", METHODS.names())
+def test_finite_right_size_deterministic(method, name):
+    model, outcome = pressed(name, method=method)
+    kept = [layer.bank.num_experts for layer in find_layers(model) if layer.name in outcome.specs]
+    assert sum(kept) == KEEP.get(name, 4) * len(kept) and kept
+    with torch.no_grad():
+        assert torch.isfinite(model(**zoo.batch(model, name)).logits).all()
+    again, _ = pressed(name, method=method)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("method", METHODS.names())
+def test_keeping_everything_changes_nothing(method):
+    model, outcome = pressed("qwen3_moe", method=method, keep=1.0)
+    original = zoo.build("qwen3_moe")
+    assert not outcome.specs
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), original.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("method, score", [("reap", "reap"), ("reap-all", "reap-all"), ("frequency-pruning", "frequency")])
+def test_pruning_keeps_the_experts_with_the_highest_score(method, score):
+    _, outcome = pressed("mixtral", method=method, sequential=False)
+    for layer in outcome.plan.layers:
+        sums = outcome.statistics.layers[layer.name]
+        score_E = {
+            "reap": lambda s=sums: s["output-norm"].sums["gated"] / s["output-norm"].sums["routed"].clamp_min(1),
+            "reap-all": lambda s=sums: s["output-norm"].sums["gated"],
+            "frequency": lambda s=sums: s["usage"].sums["count"],
+        }[score]()
+        kept = [group.leader for group in layer.groups]
+        assert score_E[kept].min() >= score_E[list(layer.dropped)].max()
+        assert all(len(group.members) == 1 for group in layer.groups)
+
+
+def test_sequential_sees_the_compressed_model():
+    """Statistics of the second layer are those of a model whose first layer is compressed already."""
+    model, outcome = pressed("mixtral", method="reap")
+    first, second = find_layers(model)
+    batches = calibration("mixtral", model)
+    half = zoo.build("mixtral")
+    fresh = find_layers(half)
+    first.adapter.reshape(fresh[0].block, outcome.specs[first.name])
+    fresh[0].adapter.write_bank(fresh[0].block, first.bank)
+    fresh[0].adapter.write_router(fresh[0].block, first.router.tensors)
+    counts = torch.zeros(8, dtype=torch.float64)
+    for visit in walk(half, batches):
+        for batch in visit.batches():
+            if visit.layer.name == second.name:
+                counts += torch.bincount(batch.kept().index_TK.flatten(), minlength=8)
+    assert torch.equal(outcome.statistics.of(second.name, "usage")["count"], counts)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "laguna", "granitemoe", "llama4"])
+@pytest.mark.parametrize("target", ["original", "layer"])
+def test_least_squares_brings_the_output_nearer_to_the_original(name, target):
+    def error(refit) -> float:
+        model, _ = pressed(name, batches=12, method="prune-refit", **{"refit.method": refit})
+        original = zoo.build(name)
+        total = 0.0
+        with torch.no_grad():
+            for batch in calibration(name, model, 12):
+                a, b = model(**batch.inputs).logits, original(**batch.inputs).logits
+                total += float((a - b)[batch.keep["decoder"]].square().sum())
+        return total
+
+    assert error({"name": "least-squares", "target": target, "ridge": 0.01}) < 0.9 * error("none")
+
+
+def test_reference_drift_is_the_difference_of_two_models():
+    original = zoo.build("qwen3_moe")
+    changed = copy.deepcopy(original)
+    batches = calibration("qwen3_moe", changed)
+    streams: dict[str, torch.Tensor] = {}
+    for visit in walk(changed, batches, reference=True):
+        streams = visit.drift
+        for _ in visit.batches():
+            pass
+        bank = visit.layer.bank
+        visit.layer.adapter.write_bank(visit.layer.block, bank.map(lambda n, t: 2 * t if n == "down_EDF" else t))
+    # The last layer was still whole when its drift was taken.
+    last_changed, last_original = find_layers(changed)[-1], find_layers(original)[-1]
+    last_changed.adapter.write_bank(last_changed.block, last_original.bank)
+    seen = {}
+    for label, model in (("a", original), ("b", changed)):
+        host = model.get_submodule(last_original.name.rpartition(".")[0])
+        host.register_forward_hook(lambda m, a, o, label=label: seen.__setitem__(label, o[0] if isinstance(o, tuple) else o))
+    for i, batch in enumerate(batches):
+        with torch.no_grad():
+            original(**batch.inputs)
+            changed(**batch.inputs)
+        assert torch.allclose((seen["a"] - seen["b"]).reshape(streams[i].shape), streams[i], atol=1e-4)
+
+
+def test_solving_in_turn_approaches_solving_together():
+    model = zoo.build("qwen3_moe")
+    from moepress.refit.least_squares import Piece
+
+    for visit in walk(model, calibration("qwen3_moe", model, 20)):
+        bank, pieces = visit.layer.bank, []
+        draw = torch.Generator().manual_seed(0)
+        for batch in visit.batches():
+            missing = torch.randn(batch.routing.hidden_TD.shape, generator=draw)
+            pieces.append(Piece(batch, missing, torch.ones(len(missing))))
+        together = _solve_together(bank, pieces, 0.1)
+        apart = _solve_in_turn(bank, pieces, 0.1, rounds=60)
+        assert torch.allclose(together, apart, atol=0.02 * float(together.abs().max()))
+        break
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"method": "reap", "merge.operator": "uniform"}, "does not use 'merge.operator'"),
+        ({"method": "reap", "router": "redirect"}, "router rows"),
+        ({"method": "m-smoe", "sequential": True}, "does not use 'sequential'"),
+        ({"method": "prune-refit", "refit.method": {"name": "least-squares", "ridge": 0}}, "ridge must be positive"),
+        ({"method": "prune-refit", "refit.method": {"name": "least-squares", "target": "x"}}, "target"),
+    ],
+)
+def test_what_does_not_fit_is_refused(given, message):
+    with pytest.raises(MoepressError, match=message):
+        pressed("qwen3_moe", **given)
+
+
+def test_every_refit_is_documented():
+    assert all(cls.__doc__ for _, cls in REFITS)

@@ -107,7 +107,9 @@ MISTAKES = {
         ["compress", MODEL, "-o", "OUT", "--keep", "8", "--set", "plan.similarty=random", "--calibration", TEXT],
         "did you mean 'similarity'",
     ),
-    "no such model": (["compress", "/no/such/model", "-o", "OUT", "--keep", "8", "--calibration", TEXT], "does not exist"),
+    "no such model": (
+        ["compress", "/no/such/model", "-o", "OUT", "--keep", "8", "--calibration", TEXT], "does not exist",
+    ),
     "no such text": (["compress", MODEL, "-o", "OUT", "--keep", "8", "--calibration", "absent.jsonl"], "absent.jsonl"),
     "no such recipe": (
         ["compress", MODEL, "-o", "OUT", "--keep", "8", "--recipe", "absent.yaml", "--calibration", TEXT], "no recipe",
@@ -132,7 +134,9 @@ def test_mistakes_are_one_sentence_and_write_nothing(run, tmp_path, monkeypatch,
 )
 def test_calibration_that_cannot_be_used(run, tmp_path, content, expected):
     (tmp_path / "text.jsonl").write_text(content)
-    code, _, err = run("compress", MODEL, "-o", tmp_path / "out", "--keep", "8", "--calibration", tmp_path / "text.jsonl")
+    code, _, err = run(
+        "compress", MODEL, "-o", tmp_path / "out", "--keep", "8", "--calibration", tmp_path / "text.jsonl"
+    )
     assert code == 2 and expected in err and not (tmp_path / "out").exists()
 
 
@@ -175,7 +179,19 @@ def test_damaged_models_are_refused(run, tmp_path, damage):
 
 def test_interrupting_leaves_nothing_behind(tmp_path):
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "moepress", "compress", MODEL, "-o", str(out), "--keep", "8", "--calibration", TEXT]
+    command = [
+        sys.executable,
+        "-m",
+        "moepress",
+        "compress",
+        MODEL,
+        "-o",
+        str(out),
+        "--keep",
+        "8",
+        "--calibration",
+        TEXT,
+    ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     deadline = time.time() + 120
     while not any(tmp_path.iterdir()) and process.poll() is None and time.time() < deadline:

@@ -47,10 +47,14 @@ def test_keeping_everything_changes_nothing(method):
     model, outcome = pressed("qwen3_moe", method=method, keep=1.0)
     original = zoo.build("qwen3_moe")
     assert not outcome.specs
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), original.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.state_dict().values(), original.state_dict().values(), strict=True)
+    )
 
 
-@pytest.mark.parametrize("method, score", [("reap", "reap"), ("reap-all", "reap-all"), ("frequency-pruning", "frequency")])
+@pytest.mark.parametrize(
+    "method, score", [("reap", "reap"), ("reap-all", "reap-all"), ("frequency-pruning", "frequency")]
+)
 def test_pruning_keeps_the_experts_with_the_highest_score(method, score):
     _, outcome = pressed("mixtral", method=method, sequential=False)
     for layer in outcome.plan.layers:
@@ -116,7 +120,9 @@ def test_reference_drift_is_the_difference_of_two_models():
     seen = {}
     for label, model in (("a", original), ("b", changed)):
         host = model.get_submodule(last_original.name.rpartition(".")[0])
-        host.register_forward_hook(lambda m, a, o, label=label: seen.__setitem__(label, o[0] if isinstance(o, tuple) else o))
+        host.register_forward_hook(
+            lambda m, a, o, label=label: seen.__setitem__(label, o[0] if isinstance(o, tuple) else o)
+        )
     for i, batch in enumerate(batches):
         with torch.no_grad():
             original(**batch.inputs)

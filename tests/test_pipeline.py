@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,7 @@ def test_files_are_smaller_and_load(tmp_path, demo_model, calibration_file, form
     ids = torch.randint(3, 8000, (2, 32))
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, result.model(ids).logits)
+    assert {file.stat().st_mode & 0o777 for file in out.iterdir() if file.is_file()} == {0o666 & ~umask()}
     assert disk_bytes(out) < 1.02 * result.after.bytes + 100_000
     assert result.after.bytes < 0.7 * result.before.bytes
     records = out / "moepress" if form == "compact" else out.with_name("small.moepress")
@@ -166,6 +168,12 @@ def test_switch_base_32_counts_as_in_the_paper():
     specs = {layer.name: CompactSpec(32, 8) for layer in layers[1:]}
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(1.98e9, rel=0.005)
     assert predicted_sizes(model, specs).parameters == pytest.approx(733e6, rel=0.001)
+
+
+def umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 @pytest.fixture

@@ -106,7 +106,9 @@ def test_unusual_costs(solver: str, case: str) -> None:
     noise=st.sampled_from([0.3, 1.0, 3.0, None]),
     seed=st.integers(0, 10_000),
 )
-def test_experts_of_all_kinds(solver: str, size: int, width: int, spread: float, noise: float | None, seed: int) -> None:
+def test_experts_of_all_kinds(
+    solver: str, size: int, width: int, spread: float, noise: float | None, seed: int
+) -> None:
     scale = (spread * normal(size, 1, seed=seed)).exp()
     base, own = scale * normal(size, width, seed=seed + 1), normal(size, width, seed=seed + 2)
     order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))

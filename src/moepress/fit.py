@@ -35,7 +35,9 @@ def check_fit(recipe: Recipe, layers: list[MoELayer]) -> None:
     if recipe.router != "redirect":
         for layer in layers:
             if reason := layer.adapter.rows_refusal(layer.block):
-                raise MoepressError(f"layer {layer.name!r} cannot have fewer router rows, use router=redirect: {reason}")
+                raise MoepressError(
+                    f"layer {layer.name!r} cannot have fewer router rows, use router=redirect: {reason}"
+                )
     for layer in layers:
         for name, tensor in layer.bank.tensors().items():
             if not bool(torch.isfinite(tensor).all()):

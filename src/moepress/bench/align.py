@@ -19,8 +19,9 @@ from moepress.align import ALIGNMENTS, SOLVERS, Solution, kinds
 from moepress.align.base import Expert
 from moepress.align.costs import Units, fill_costs, squared_norms
 from moepress.align.solvers.auction import Auction, Run
+from moepress.bench.align_tables import drawing, tables_of
 from moepress.bench.results import Table, write
-from moepress.bench.timing import Clock, Timing, human_seconds, machine, machine_words, take_turns
+from moepress.bench.timing import Clock, Timing, machine, machine_words, take_turns
 from moepress.errors import MoepressError
 from moepress.progress import track
 
@@ -72,6 +73,8 @@ def run(settings: Settings, folder: Path) -> tuple[dict[str, Any], list[Table]]:
     for name in settings.families:
         if name not in FAMILIES:
             raise MoepressError(f"there are no experts of kind {name!r}: known are {', '.join(FAMILIES)}")
+    if settings.device.startswith("cuda") and not torch.cuda.is_available():
+        raise MoepressError("there is no CUDA device here: use --device cpu")
     clock = Clock.on(torch.device(settings.device))
     described = machine(clock.device)
     data: dict[str, Any] = {
@@ -85,9 +88,7 @@ def run(settings: Settings, folder: Path) -> tuple[dict[str, Any], list[Table]]:
     }
     if settings.model_problems:
         data["model"] = {name: measure_model(name, settings, clock) for name in track(settings.families, "model")}
-    tables = [solver_table(data), stage_table(data), layer_table(data)]
-    if data["model"]:
-        tables.append(model_table(data))
+    tables = tables_of(data)
     write(folder, "align", data, f"Alignment of experts with {settings.hidden} hidden units", tables, drawing(data))
     return data, tables
 
@@ -245,119 +246,3 @@ def measure_model(name: str, settings: Settings, clock: Clock) -> dict[str, Any]
 
 def total(cost_FF: Tensor, order_F: Tensor) -> float:
     return float(cost_FF.gather(1, order_F.to(cost_FF.device)[:, None]).double().sum())
-
-
-def median(family: dict[str, Any], stage: str) -> float:
-    return float(family["per_problem"][stage]["median"])
-
-
-def spread(family: dict[str, Any], stage: str) -> str:
-    return Timing(family["per_problem"][stage]["seconds"]).words()
-
-
-def solved_words(solved: dict[str, int]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(solved.items()))
-
-
-def solver_table(data: dict[str, Any]) -> Table:
-    rows = [
-        [
-            family["words"],
-            spread(family, "SciPy"),
-            spread(family, "solve"),
-            f"{median(family, 'SciPy') / median(family, 'solve'):.1f}×",
-            f"{family['worst_gap']:.1e}",
-            f"{family['worst_against_scipy']:.1e}",
-            solved_words(family["solved"]),
-            f"{family['bids_per_unit']:.1f}",
-        ]
-        for family in data["layer"].values()
-    ]
-    settings = data["settings"]
-    note = (
-        f"One assignment: median of {settings['repeats']} rounds (fastest – slowest), {data['clock']}. A round is "
-        f"{settings['reference']} problems for SciPy and {settings['count']} for ours, solved in one call; ours includes "
-        "the certificate. Certified gap: how far a total can be from the best one, proven. Worse than SciPy: how far "
-        "it was (0: the same total)."
-    )
-    columns = ["experts", "SciPy", "ours", "faster", "certified gap", "worse than SciPy", "solved by", "bids a unit"]
-    return Table(f"Assignment, n = {settings['hidden']}", columns, rows, note)
-
-
-def stage_table(data: dict[str, Any]) -> Table:
-    stages = ["paper's cost", "cost", "cost from bfloat16", "prove", "bid", "certify"]
-    rows = [
-        [family["words"], *(human_seconds(median(family, stage)) for stage in stages)]
-        for family in data["layer"].values()
-    ]
-    return Table("Stages, for one problem", ["experts", *stages], rows)
-
-
-def layer_table(data: dict[str, Any]) -> Table:
-    count = data["settings"]["count"]
-    rows = []
-    for family in data["layer"].values():
-        paper = count * (median(family, "paper's cost") + median(family, "SciPy"))
-        exact = count * (median(family, "cost") + median(family, "solve"))
-        rounded = count * (median(family, "cost from bfloat16") + median(family, "solve"))
-        rows.append(
-            [
-                family["words"],
-                human_seconds(paper),
-                human_seconds(exact),
-                f"{paper / exact:.1f}×",
-                human_seconds(rounded),
-                f"{paper / rounded:.1f}×",
-                f"{family['worst_loss_from_bfloat16']:.1e}",
-            ]
-        )
-    columns = ["experts", "paper's loop", "ours", "faster", "ours from bfloat16", "faster", "its loss of the total"]
-    note = "The paper's loop: two float32 matrix products and SciPy for each expert. From the medians above."
-    return Table(f"A whole layer: {count} costs and assignments", columns, rows, note)
-
-
-def model_table(data: dict[str, Any]) -> Table:
-    rows = []
-    for name, model in data["model"].items():
-        family, problems = data["layer"][name], model["problems"]
-        paper = problems * (median(family, "paper's cost") + median(family, "SciPy"))
-        ours = model["cost"] + model["solve"]["median"]
-        rows.append(
-            [
-                model["words"],
-                str(problems),
-                human_seconds(paper),
-                human_seconds(model["cost"]),
-                Timing(model["solve"]["seconds"]).words(),
-                f"{paper / ours:.0f}×",
-                f"{model['worst_gap']:.1e}",
-                str(model["calls"]),
-            ]
-        )
-    columns = ["experts", "problems", "paper's loop", "our costs", "our solver", "faster", "certified gap", "calls"]
-    return Table("A whole model", columns, rows, "The paper's loop is extrapolated from the problems of one layer.")
-
-
-def drawing(data: dict[str, Any]) -> Callable[[Path], None]:
-    def draw(file: Path) -> None:
-        from matplotlib.figure import Figure
-
-        families = list(data["layer"].values())
-        figure = Figure(figsize=(8, 1.2 + 0.8 * len(families)), layout="constrained")
-        axes = figure.subplots()
-        for place, family in enumerate(families):
-            scipy, ours = median(family, "SciPy"), median(family, "solve")
-            axes.barh(place - 0.2, scipy, 0.38, color="#9aa5b1", label="SciPy" if place == 0 else None)
-            axes.barh(place + 0.2, ours, 0.38, color="#1f6f8b", label="moepress" if place == 0 else None)
-            axes.text(ours * 1.1, place + 0.2, f"{human_seconds(ours)}, {scipy / ours:.0f}× faster", va="center")
-            axes.text(scipy * 1.1, place - 0.2, human_seconds(scipy), va="center")
-        axes.set_yticks(range(len(families)), [family["words"] for family in families])
-        axes.invert_yaxis()
-        axes.set_xscale("log")
-        axes.set_xlim(right=axes.get_xlim()[1] * 8)
-        axes.set_xlabel(f"one assignment of {data['settings']['hidden']} hidden units, {data['clock']}")
-        axes.legend(loc="lower right")
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.savefig(file, dpi=150)
-
-    return draw

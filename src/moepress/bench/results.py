@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,12 +27,16 @@ class Table:
 def write(
     folder: Path, name: str, data: dict[str, Any], title: str, tables: Sequence[Table], draw: Callable[[Path], None]
 ) -> list[Path]:
-    """NAME.json, NAME.md and NAME.png. `data` says with which `command` it was made, and on which `machine`."""
+    """NAME.json, NAME.md and, with matplotlib, NAME.png. `data` says with which `command` it was made, and on which
+    `machine`."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / f"{name}.{kind}" for kind in ("json", "md", "png")]
+    kinds = ["json", "md", "png"] if importlib.util.find_spec("matplotlib") else ["json", "md"]
+    files = [folder / f"{name}.{kind}" for kind in kinds]
     files[0].write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     head = [f"# {title}", "", f"`{data['command']}`", "", data["machine"]["words"] + "."]
     body = [part for table in tables for part in ("", table.markdown())]
-    files[1].write_text("\n".join([*head, *body, "", f"![{title}]({name}.png)", ""]), encoding="utf-8")
-    draw(files[2])
+    picture = ["", f"![{title}]({name}.png)"] if "png" in kinds else []
+    files[1].write_text("\n".join([*head, *body, *picture, ""]), encoding="utf-8")
+    if picture:
+        draw(files[2])
     return files

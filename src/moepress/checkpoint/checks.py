@@ -1,4 +1,4 @@
-"""Is everything there? transformers checks no shapes for a model with a quantizer, and fills gaps with random numbers."""
+"""Is everything there? transformers checks no shapes for a model with a quantizer, and fills gaps at random."""
 
 from __future__ import annotations
 

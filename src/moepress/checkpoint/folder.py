@@ -67,7 +67,9 @@ def refuse_output(path: AnyPath, overwrite: bool = False, source: AnyPath | None
     if target.exists() and not target.is_dir():
         raise MoepressError(f"the output {target} is a file: choose a folder")
     if target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise MoepressError(f"the output folder {target} is not empty: choose another one, or say --overwrite (overwrite=True)")
+        raise MoepressError(
+            f"the output folder {target} is not empty: choose another one, or say --overwrite (overwrite=True)"
+        )
 
 
 def is_disk_full(error: BaseException) -> bool:
@@ -135,10 +137,12 @@ def _aside(target: Path) -> Path:
 
 def _flush(folder: Path) -> None:
     """Have everything on the disk before the folder gets its name: a crash of the machine must not leave holes."""
+    mask = _umask()
     for root, _, files in os.walk(folder):
         for name in files:
             with open(os.path.join(root, name), "rb") as stream:
                 os.fsync(stream.fileno())
+            os.chmod(os.path.join(root, name), 0o666 & ~mask)  # safetensors makes its files private
         _flush_names(Path(root))
 
 

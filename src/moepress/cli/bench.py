@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 from moepress.cli.output import Json, print_json, print_table, quiet_if
 
-Opt = Optional  # noqa: UP045 - typer reads these annotations at run time
 app = typer.Typer(no_args_is_help=True, help="Measure moepress against what it replaces.", rich_markup_mode=None)
 
 
@@ -29,7 +28,7 @@ def align(
     reference: Annotated[int, typer.Option(min=1, help="How many of them SciPy solves in a round.")] = 8,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds.")] = 3,
     family: Annotated[
-        Opt[list[str]], typer.Option(help="Only these experts: iid, lognormal, upcycled-1, upcycled-3.")
+        list[str] | None, typer.Option(help="Only these experts: iid, lognormal, upcycled-1, upcycled-3.")
     ] = None,
     solver: Annotated[str, typer.Option(help="Ours: auto, auction, scipy.")] = "auto",
     model_problems: Annotated[

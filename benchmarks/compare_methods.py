@@ -1,0 +1,91 @@
+"""Methods side by side on one model: KL to the original on held-out windows, size, time.
+
+    python benchmarks/compare_methods.py MODEL --windows FOLDER [--keep 0.75 0.5] [--device cuda] [-o FILE.json]
+
+FOLDER holds calibration.safetensors and validation.safetensors, windows of token ids (by domain in the latter).
+Weights are compressed and stored in the model's own precision and evaluated in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import moepress
+from moepress.checkpoint.load import load_model
+from moepress.data.windows import read_windows
+from moepress.evaluation import compare
+
+LEAST_SQUARES = "least-squares"
+CANDIDATES: dict[str, dict[str, Any]] = {
+    "frequency-pruning": {"method": "frequency-pruning"},
+    "reap": {"method": "reap"},
+    "reap-all": {"method": "reap-all"},
+    "m-smoe, uniform, rows": {"method": "m-smoe", "plan.budget": "uniform", "router": "keep"},
+    "m-smoe, uniform, redirect": {"method": "m-smoe", "plan.budget": "uniform"},
+    "m-smoe": {"method": "m-smoe"},
+    "prune-refit": {"method": "prune-refit"},
+    "prune-refit, layer target": {
+        "method": "prune-refit",
+        "refit.method": {"name": LEAST_SQUARES, "target": "layer"},
+    },
+    "prune-refit, energy": {"method": "prune-refit", "plan.saliency": "output-energy"},
+    "prune-refit, reap": {"method": "prune-refit", "plan.saliency": "reap"},
+}
+
+
+def measure(model: Path, windows: Path, keep: float, options: dict[str, Any], device: str, validation: Any) -> dict:
+    original = load_model(model, device=device)
+    start = time.perf_counter()
+    result = moepress.compress(
+        load_model(model, device=device),
+        calibration=str(windows / "calibration.safetensors"),
+        keep=keep,
+        **{"precision": "float32", "calibration.samples": "all", "calibration.batch_size": 16, **options},
+    )
+    seconds = time.perf_counter() - start
+    score = compare(result.model, original, validation)
+    return {
+        "keep": keep,
+        "kl": score.kl,
+        "perplexity": score.model.perplexity,
+        "agreement": score.agreement,
+        "seconds": seconds,
+        "parameters": result.after.parameters,
+        "experts": {layer.name: layer.physical for layer in result.outcome.plan.layers},
+        "kl_by_domain": {name: domain.kl for name, domain in score.domains.items()},
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--windows", type=Path, required=True)
+    parser.add_argument("--keep", type=float, nargs="+", default=[0.75, 0.5])
+    parser.add_argument("--only", nargs="+", choices=CANDIDATES, default=list(CANDIDATES))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("-o", "--out", type=Path)
+    given = parser.parse_args()
+    validation = read_windows(given.windows / "validation.safetensors")
+    rows = []
+    for keep in given.keep:
+        for name in given.only:
+            row = measure(given.model, given.windows, keep, CANDIDATES[name], given.device, validation)
+            rows.append({"method": name, **row})
+            print(
+                f"{given.model.name} keep {keep}: {name:26} KL {row['kl']:.4f}  ppl {row['perplexity']:.2f}"
+                f"  agree {row['agreement']:.3f}  {row['seconds']:.1f} s",
+                flush=True,
+            )
+    if given.out:
+        machine = torch.cuda.get_device_name() if given.device.startswith("cuda") else "CPU"
+        command = (
+            f"python benchmarks/compare_methods.py {given.model.name} --windows windows-8k --device {given.device}"
+        )
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        given.out.write_text(json.dumps({"command": command, "machine": machine, "rows": rows}, indent=1) + "\n")

@@ -148,8 +148,9 @@ def without_cache(model: torch.nn.Module) -> Iterator[None]:
 
 def forward_until_enough(model: torch.nn.Module, inputs: dict[str, Tensor]) -> None:
     # Without labels: no loss is wanted, and encoder–decoder batches bring their decoder inputs.
+    device = next(model.parameters()).device
     with suppress(_EnoughSeen):
-        model(**{name: value for name, value in inputs.items() if name != "labels"})
+        model(**{name: value.to(device) for name, value in inputs.items() if name != "labels"})
 
 
 @torch.no_grad()

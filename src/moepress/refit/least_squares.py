@@ -2,7 +2,7 @@
 
 Given who is routed where, the layer's output is linear in its down projections: with the gated hidden units of all
 experts side by side, P (T, k·F), and what is missing in the output, R (T, D), the change ΔW that minimises
-‖R − PΔW‖² + λ‖ΔW‖² solves (PᵀP + λ) ΔW = PᵀR. Each token is in few experts, so PᵀP is made of small products.
+‖R − PΔW‖² + λ‖ΔW‖² solves (PᵀP + λ) ΔW = PᵀR. Each token is in few experts, so that an expert's rows of PᵀP come from its own tokens only.
 """
 
 from __future__ import annotations
@@ -123,22 +123,15 @@ def _solve_together(bank: ExpertBank, pieces: list[Piece], ridge: float) -> Tens
     for piece in pieces:
         missing_TD = piece.weighted_missing_TD
         made = [piece.units(bank, e) for e in range(experts)]
-        row_T = torch.full((len(missing_TD),), -1, dtype=torch.long, device=device)
-        for e, (token, units_TF) in enumerate(made):
-            if len(token) == 0:
-                continue
-            here = slice(e * units, (e + 1) * units)
-            right[here] += units_TF.T @ missing_TD[token]
-            gram[here, here] += units_TF.T @ units_TF
-            row_T.fill_(-1)[token] = torch.arange(len(token), device=device)
-            for other in range(e + 1, experts):
-                row = row_T[made[other][0]]
-                both = row >= 0
-                if bool(both.any()):
-                    there = slice(other * units, (other + 1) * units)
-                    gram[here, there] += units_TF[row[both]].T @ made[other][1][both]
+        units_TN = torch.zeros(len(missing_TD), experts * units, device=device)
+        for e, (token, units_nF) in enumerate(made):
+            units_TN[token, e * units : (e + 1) * units] = units_nF
+        for e, (token, units_nF) in enumerate(made):
+            here, rest = slice(e * units, (e + 1) * units), slice(e * units, None)
+            right[here] += units_nF.T @ missing_TD[token]
+            gram[here, rest] += units_nF.T @ units_TN[token, rest]  # the lower half follows by symmetry
     gram = torch.triu(gram)
-    gram += torch.triu(gram, 1).T.clone()
+    gram += torch.triu(gram, 1).T
     gram.diagonal().add_(_shrinkage(float(gram.diagonal().mean()), ridge))
     change = torch.cholesky_solve(right, torch.linalg.cholesky(gram))
     return change.reshape(experts, units, width).transpose(1, 2)

@@ -6,12 +6,11 @@ exceeded when the list was made. Prices only ever rise: as long as the second be
 list decides the bid, and the row is not read. One bid in six reads a row.
 
 Whole rows are read as blocks of `DEPTH` × `LANES` columns, and maxima are taken lane by lane: that becomes vector
-instructions, which a running maximum over the row does not.
+instructions, which a running maximum over the row does not. Lanes jump through memory, so a row is first run over from
+end to end, to see that it is finite: that costs little, and brings it into the cache at the speed of the memory.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,16 +33,15 @@ compiled_for_vectors = njit(nogil=True, cache=True, fastmath={"nnan", "nsz"})
 
 def prove(costs_NFF: Tensor, which: list[int], prices_nF: Tensor | None) -> tuple[Tensor, Tensor]:
     """The column of each row's maximum at these prices, and whether all of them differ: then no assignment is
-    better. Refuses costs that are not finite."""
+    better. Refuses costs that are not finite where it sees them: it stops when a column comes a second time."""
     F = costs_NFF.shape[1]
     order_nF = torch.zeros(len(which), F, dtype=torch.int64)
 
     def one(place: int) -> bool:
         cost = costs_NFF[which[place]].numpy()
-        bits = cost.view(np.int32)
         price = np.zeros(F, np.float32) if prices_nF is None else prices_nF[place].numpy()
-        seen, finite = _distinct_maxima(cost, bits, price, order_nF[place].numpy(), _row(F))
-        if not finite or not _finite(bits[seen:].reshape(-1)):
+        seen = _distinct_maxima(cost, cost.view(np.int32), price, order_nF[place].numpy())
+        if seen < 0:
             raise not_finite()
         return bool(seen == F)
 
@@ -54,7 +52,7 @@ def bid(
     costs_NFF: Tensor, which: list[int], first_n: Tensor, last_n: Tensor, shrink: float, limit: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Auctions with epsilon from `first` to `last`: orders, prices, bids made, and whether all rows got a column
-    within the limit of bids."""
+    within the limit of bids. Refuses costs that are not finite."""
     F = costs_NFF.shape[1]
     order_nF = torch.zeros(len(which), F, dtype=torch.int64)
     prices_nF = torch.zeros(len(which), F)
@@ -62,7 +60,10 @@ def bid(
     def one(place: int) -> int:
         cost, price, order = (t.numpy() for t in (costs_NFF[which[place]], prices_nF[place], order_nF[place]))
         eps = np.float32(first_n[place].item()), np.float32(last_n[place].item()), np.float32(shrink)
-        return int(_auction(cost, *eps, limit, price, order, _row(F)))
+        bids = int(_auction(cost, cost.view(np.int32), *eps, limit, price, order))
+        if bids < 0:
+            raise not_finite()
+        return bids
 
     bids_n = torch.tensor(in_threads(one, range(len(which))), dtype=torch.int64)
     return order_nF, prices_nF, bids_n.clamp_max(limit), bids_n <= limit
@@ -73,36 +74,51 @@ def certify(costs_NFF: Tensor, which: list[int], order_nF: Tensor, prices_nF: Te
 
     def one(place: int) -> tuple[float, float]:
         cost, price, order = (t.numpy() for t in (costs_NFF[which[place]], prices_nF[place], order_nF[place]))
-        return _missed(cost, price.astype(np.float64), order, _row(len(price), np.float64))
+        return _missed(cost, cost.view(np.int32), price, order)
 
     sums = torch.tensor(in_threads(one, range(len(which))), dtype=torch.float64).reshape(-1, 2)
     return relative_gap(sums[:, 0], sums[:, 1])
 
 
-def _row(columns: int, dtype: Any = np.float32) -> np.ndarray:
-    """Room for one row, up to whole blocks; what lies behind the row never is a maximum."""
-    return np.full(-(-columns // BLOCK) * BLOCK, -np.inf, dtype)
+@compiled
+def _finite(bits):  # type: ignore[no-untyped-def]
+    """Of float32 numbers by their bits: comparing integers becomes vector instructions, `isfinite` does not."""
+    largest = np.int32(0)
+    for k in range(bits.shape[0]):
+        largest = max(largest, bits[k] & FINITE_BITS)
+    return largest < EXPONENT
 
 
 @compiled_for_vectors
-def _offer(cost_F, price_F, offer_F):  # type: ignore[no-untyped-def]
-    for j in range(cost_F.shape[0]):
-        offer_F[j] = cost_F[j] - price_F[j]
-
-
-@compiled_for_vectors
-def _lane_maxima(offer_F, lanes):  # type: ignore[no-untyped-def]
-    """The maximum of each lane of each block: `lanes` has `LANES` entries a block."""
-    for block in range(lanes.shape[0] // LANES):
+def _lane_maxima(cost_F, price_F, rest, lanes):  # type: ignore[no-untyped-def]
+    """The best offer (cost − price) of each lane of each block: `lanes` has `LANES` entries a block. `rest` is room
+    for the last, incomplete block."""
+    whole = cost_F.shape[0] // BLOCK
+    for block in range(whole):
         # Unsigned: an index that could be negative keeps the loops from becoming vector instructions.
         start, place = np.uint64(block * BLOCK), np.uint64(block * LANES)
         for lane in range(np.uint64(LANES)):
-            best = offer_F[start + lane]
+            best = cost_F[start + lane] - price_F[start + lane]
             for depth in range(np.uint64(1), np.uint64(DEPTH)):
-                value = offer_F[start + depth * np.uint64(LANES) + lane]
-                if value > best:
-                    best = value
+                j = start + depth * np.uint64(LANES) + lane
+                offer = cost_F[j] - price_F[j]
+                if offer > best:
+                    best = offer
             lanes[place + lane] = best
+    left = cost_F.shape[0] - whole * BLOCK
+    if left == 0:
+        return
+    cost_tail, price_tail = cost_F[whole * BLOCK :], price_F[whole * BLOCK :]
+    for k in range(left):
+        rest[k] = cost_tail[k] - price_tail[k]
+    rest[left:] = -np.inf
+    for lane in range(np.uint64(LANES)):
+        best = rest[lane]
+        for depth in range(np.uint64(1), np.uint64(DEPTH)):
+            offer = rest[depth * np.uint64(LANES) + lane]
+            if offer > best:
+                best = offer
+        lanes[np.uint64(whole * LANES) + lane] = best
 
 
 @compiled_for_vectors
@@ -127,55 +143,54 @@ def _maximum(lanes):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _column_of(offer_F, lanes, value):  # type: ignore[no-untyped-def]
+def _rooms(columns, of):  # type: ignore[no-untyped-def]
+    """Room for the lanes of a row, and for its last block, in the type of `of`."""
+    return np.empty(-(-columns // BLOCK) * LANES, of.dtype), np.empty(BLOCK, of.dtype)
+
+
+@compiled
+def _column_of(cost_F, price_F, lanes, value):  # type: ignore[no-untyped-def]
     for k in range(lanes.shape[0]):
         if lanes[k] == value:
             j = (k // LANES) * BLOCK + k % LANES
-            while offer_F[j] != value:
+            while cost_F[j] - price_F[j] != value:
                 j += LANES
             return j
     return 0
 
 
 @compiled
-def _finite(bits):  # type: ignore[no-untyped-def]
-    largest = np.int32(0)
-    for k in range(bits.shape[0]):
-        largest = max(largest, bits[k] & FINITE_BITS)
-    return largest < EXPONENT
-
-
-@compiled
-def _distinct_maxima(cost, bits, price, order, offer):  # type: ignore[no-untyped-def]
-    """Fill `order` until a column comes a second time; the rows seen (all of them: proven), and whether finite."""
+def _distinct_maxima(cost, bits, price, order):  # type: ignore[no-untyped-def]
+    """Fill `order` until a column comes a second time. The rows seen (all of them: proven), −1: not finite."""
     F = cost.shape[0]
     taken = np.zeros(F, np.bool_)
-    lanes = np.empty(offer.shape[0] // DEPTH, np.float32)
+    lanes, rest = _rooms(F, price)
     for i in range(F):
         if not _finite(bits[i]):
-            return i, False
-        _offer(cost[i], price, offer)
-        _lane_maxima(offer, lanes)
-        j = _column_of(offer, lanes, _maximum(lanes))
+            return -1
+        _lane_maxima(cost[i], price, rest, lanes)
+        j = _column_of(cost[i], price, lanes, _maximum(lanes))
         if taken[j]:
-            return i, True
+            return i
         taken[j] = True
         order[i] = j
-    return F, True
+    return F
 
 
 @compiled
-def _missed(cost, price, order, offer):  # type: ignore[no-untyped-def]
+def _missed(cost, bits, price, order):  # type: ignore[no-untyped-def]
     """What the rows miss of their maxima at these prices, and what the assignment reaches."""
     missed, reached = 0.0, 0.0
-    lanes = np.empty(offer.shape[0] // DEPTH, np.float64)
+    exact = price.astype(np.float64)
+    lanes, rest = _rooms(cost.shape[0], exact)
     across = np.empty(LANES, np.float64)
     for i in range(cost.shape[0]):
-        _offer(cost[i], price, offer)
-        _lane_maxima(offer, lanes)
+        _finite(bits[i])
+        _lane_maxima(cost[i], exact, rest, lanes)
         _across_blocks(lanes, across)
-        missed += _maximum(across) - offer[order[i]]
-        reached += np.float64(cost[i, order[i]])
+        own = np.float64(cost[i, order[i]])
+        missed += _maximum(across) - (own - exact[order[i]])
+        reached += own
     return missed, reached
 
 
@@ -206,7 +221,7 @@ def _rank(values, rank, room):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _collect(cost_F, offer_F, lanes, bound, columns, values):  # type: ignore[no-untyped-def]
+def _collect(cost_F, price_F, lanes, bound, columns, values):  # type: ignore[no-untyped-def]
     """List the columns that offer `bound` or more, the best of them where the list is too short: how many, and what
     no other column exceeds."""
     listed, outside = 0, bound
@@ -214,15 +229,15 @@ def _collect(cost_F, offer_F, lanes, bound, columns, values):  # type: ignore[no
         if lanes[k] < bound:
             continue
         j = (k // LANES) * BLOCK + k % LANES
-        for _ in range(DEPTH):
-            offer = offer_F[j]
+        while j < min(cost_F.shape[0], (k // LANES + 1) * BLOCK):
+            offer = cost_F[j] - price_F[j]
             if listed < columns.shape[0]:
                 if offer >= bound:
                     columns[listed], values[listed] = j, cost_F[j]
                     listed += 1
             elif offer > outside:
-                place = _least(offer_F, columns)
-                least = offer_F[columns[place]]
+                place = _least(columns, values, price_F)
+                least = values[place] - price_F[columns[place]]
                 if offer > least:
                     columns[place], values[place] = j, cost_F[j]
                 outside = max(outside, min(offer, least))
@@ -231,20 +246,20 @@ def _collect(cost_F, offer_F, lanes, bound, columns, values):  # type: ignore[no
 
 
 @compiled
-def _least(offer_F, columns):  # type: ignore[no-untyped-def]
+def _least(columns, values, price_F):  # type: ignore[no-untyped-def]
     least = 0
     for place in range(1, columns.shape[0]):
-        if offer_F[columns[place]] < offer_F[columns[least]]:
+        if values[place] - price_F[columns[place]] < values[least] - price_F[columns[least]]:
             least = place
     return least
 
 
 @compiled_for_vectors
-def _two_best(columns, values, listed, price):  # type: ignore[no-untyped-def]
+def _two_best(columns, values, listed, price_F):  # type: ignore[no-untyped-def]
     best, second, column = np.float32(-np.inf), np.float32(-np.inf), 0
     for place in range(listed):
         j = columns[place]
-        offer = values[place] - price[j]
+        offer = values[place] - price_F[j]
         if offer > second:
             if offer > best:
                 best, second, column = offer, best, j
@@ -254,15 +269,15 @@ def _two_best(columns, values, listed, price):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _auction(cost, eps, last, shrink, limit, price, order, offer):  # type: ignore[no-untyped-def]
+def _auction(cost, bits, eps, last, shrink, limit, price, order):  # type: ignore[no-untyped-def]
     """Gauss–Seidel auction with epsilon scaling: a row bids, the row that it displaces bids next. Returns the bids
-    made; more than `limit` means that it gave up."""
+    made; more than `limit`: it gave up; −1: not finite."""
     F = cost.shape[0]
     columns = np.zeros((F, LISTED), np.int32)
     values = np.zeros((F, LISTED), np.float32)
     listed = np.zeros(F, np.int64)
     outside = np.full(F, np.float32(np.inf))
-    lanes = np.empty(offer.shape[0] // DEPTH, np.float32)
+    lanes, rest = _rooms(F, price)
     across, room = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
     owner = np.empty(F, np.int64)
     bids = 0
@@ -272,11 +287,12 @@ def _auction(cost, eps, last, shrink, limit, price, order, offer):  # type: igno
         while next_row < F:
             best, second, j = _two_best(columns[i], values[i], listed[i], price)
             if second < outside[i]:
-                _offer(cost[i], price, offer)
-                _lane_maxima(offer, lanes)
+                if not _finite(bits[i]):
+                    return -1
+                _lane_maxima(cost[i], price, rest, lanes)
                 _across_blocks(lanes, across)
                 bound = _rank(across, min(WANTED, F) - 1, room)
-                listed[i], outside[i] = _collect(cost[i], offer, lanes, bound, columns[i], values[i])
+                listed[i], outside[i] = _collect(cost[i], price, lanes, bound, columns[i], values[i])
                 best, second, j = _two_best(columns[i], values[i], listed[i], price)
             bids += 1
             if bids > limit:

@@ -59,7 +59,9 @@ def test_experts_implementations(name: str) -> None:
     for implementation in ("eager", "batched_mm", "grouped_mm"):
         model.set_experts_implementation(implementation)
         full.set_experts_implementation(implementation)
-        assert apart(logits(model, name), logits(full, name)) <= 5e-6, implementation
+        # batched_mm multiplies each token and expert apart, the others group tokens by expert: other orders of adding
+        bound = 0.0 if implementation == "batched_mm" else 5e-6
+        assert apart(logits(model, name), logits(full, name)) <= bound, implementation
 
 
 @pytest.mark.parametrize("router", ["redirect", "rows"])

@@ -100,6 +100,7 @@ def test_saved_statistics_and_an_edited_plan_replace_their_stages(tmp_path):
         ({"keep": None, "target_size": "1kB"}, "it would be"),
         ({"format": "vanilla", "router": "redirect"}, "vanilla"),
         ({"format": "vanilla", "plan.budget": "adaptive"}, "one expert count"),
+        ({"capacity": 4}, "no expert capacity"),
         ({"plan.skip": ["model.layers.9"]}, "there is no MoE layer"),
     ],
 )

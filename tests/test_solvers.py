@@ -20,8 +20,10 @@ from moepress.align.costs import fill_costs, squared_norms
 from moepress.align.solvers import Solution, Solver, auction, auction_cpu, certified_gap
 from moepress.align.solvers.auction import epsilons
 from moepress.errors import MoepressError
+from moepress.merge import MERGES, merge_layer
 
 from .test_align import bank
+from .test_merge import one_group
 
 F = 96
 """More than `auto` leaves to SciPy, and no multiple of what the compiled code works in."""
@@ -223,6 +225,16 @@ def test_no_more_costs_are_held_than_asked_for(memory: int, together: list[int])
     assert [shape[0] for shape in solver.shapes] == together and len(solutions) == 5
     expected, _ = align_bank(alignment, SOLVERS.create("auction"), made)
     assert all(torch.equal(tensor, expected.tensors()[name]) for name, tensor in aligned.tensors().items())
+
+
+def test_a_merged_layer_tells_how_it_was_aligned() -> None:
+    made, uniform = bank(experts=4, units=80), MERGES.create("uniform")
+    plan, alignment = one_group(4, [1.0] * 4, "uniform"), ALIGNMENTS.create("weight-matching")
+    merged = merge_layer(made, plan, uniform, alignment, SOLVERS.create("auction"))
+    assert merged.solved == {"auction": 3} and 0 < merged.gap < 1e-4
+    assert merge_layer(made, plan, uniform, alignment, SOLVERS.create("scipy")).solved == {"exact": 3}
+    unaligned = merge_layer(made, plan, uniform, ALIGNMENTS.create("none"), SOLVERS.create("auction"))
+    assert not unaligned.solved and unaligned.gap == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

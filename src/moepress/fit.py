@@ -9,7 +9,7 @@ from torch import nn
 
 from moepress.checkpoint.sizes import expert_bytes, human_size, sizes_of
 from moepress.errors import MoepressError
-from moepress.models.layer import MoELayer
+from moepress.models.layer import CompactSpec, MoELayer
 from moepress.recipe import Recipe
 from moepress.registry import did_you_mean
 
@@ -38,7 +38,9 @@ def check_fit(recipe: Recipe, layers: list[MoELayer]) -> None:
                 raise MoepressError(
                     f"layer {layer.name!r} cannot have fewer router rows, use router=redirect: {reason}"
                 )
+    form = "redirect" if recipe.router == "redirect" else "rows"
     for layer in layers:
+        layer.adapter.check(layer.block, CompactSpec(layer.num_experts, layer.num_experts, form, recipe.capacity))
         for name, tensor in layer.bank.tensors().items():
             if not bool(torch.isfinite(tensor).all()):
                 raise MoepressError(f"layer {layer.name!r}: {name} holds weights that are not finite")

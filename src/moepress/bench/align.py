@@ -59,13 +59,14 @@ class Settings:
     families: tuple[str, ...] = tuple(FAMILIES)
     seed: int = 0
 
-    def command(self) -> str:
+    def command(self, folder: Path) -> str:
         plain = Settings()
         given = {name: value for name, value in asdict(self).items() if value != getattr(plain, name)}
         families = [f"--family {name}" for name in given.pop("families", ())]
         options = [f"--{name.replace('_', '-')} {value}" for name, value in given.items()]
         threads = f"OMP_NUM_THREADS={torch.get_num_threads()} " if self.device == "cpu" else ""
-        return " ".join([f"{threads}moepress bench align", *options, *families])
+        out = [] if folder.is_absolute() else [f"-o {folder}"]
+        return " ".join([f"{threads}moepress bench align", *options, *families, *out])
 
 
 def run(settings: Settings, folder: Path) -> tuple[dict[str, Any], list[Table]]:
@@ -79,7 +80,7 @@ def run(settings: Settings, folder: Path) -> tuple[dict[str, Any], list[Table]]:
     described = machine(clock.device)
     data: dict[str, Any] = {
         "benchmark": "align",
-        "command": settings.command(),
+        "command": settings.command(folder),
         "machine": described | {"words": machine_words(described)},
         "clock": clock.words,
         "settings": asdict(settings),

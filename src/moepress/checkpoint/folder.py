@@ -184,10 +184,10 @@ def check_checkpoint(folder: AnyPath) -> Header:
             raise MoepressError(f"{path} holds a PEFT adapter only: merge it into its base model first")
         raise MoepressError(f"{path} is not a model: it has no config.json")
     _read_json(path / "config.json")
+    if (path / SINGLE).is_file():  # transformers, too, looks for it first
+        return read_header(path / SINGLE)
     if (path / INDEX).is_file():
         return _check_shards(path)
-    if (path / SINGLE).is_file():
-        return read_header(path / SINGLE)
     if any(entry.name.endswith(PICKLES) for entry in path.iterdir()):
         raise MoepressError(
             f"{path} holds pickled weights only, which can run code when they are loaded: convert it to safetensors"

@@ -22,7 +22,7 @@ from moepress.align.solvers.base import in_threads, not_finite, relative_gap
 LANES, DEPTH = 64, 16
 BLOCK = LANES * DEPTH
 LISTED = 32
-"""Columns that a row remembers: 8 bytes each, so that the lists of 3072 rows fit into a 1 MB cache."""
+"""Columns that a row remembers at the most: 8 bytes each, so that the lists of 3072 rows fit into a 1 MB cache."""
 WANTED = 16
 """Columns that a list gets at the least. More would ask for more than `LISTED` too often."""
 FINITE_BITS, EXPONENT = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
@@ -194,42 +194,66 @@ def _missed(cost, bits, price, order):  # type: ignore[no-untyped-def]
     return missed, reached
 
 
+@compiled_for_vectors
+def _lanes_from(across, bound):  # type: ignore[no-untyped-def]
+    count = 0
+    for lane in range(across.shape[0]):
+        count += across[lane] >= bound
+    return count
+
+
 @compiled
-def _rank(values, rank, room):  # type: ignore[no-untyped-def]
-    """The value that has `rank` larger ones (quickselect)."""
-    room[:] = values
-    low, high = 0, values.shape[0] - 1
-    while low < high:
-        pivot = room[(low + high) // 2]
-        i, j = low, high
-        while i <= j:
-            while room[i] > pivot:
-                i += 1
-            while room[j] < pivot:
-                j -= 1
-            if i <= j:
-                room[i], room[j] = room[j], room[i]
-                i += 1
-                j -= 1
-        if rank <= j:
-            high = j
-        elif rank >= i:
-            low = i
+def _bound(across):  # type: ignore[no-untyped-def]
+    """A number that at least `WANTED` lanes reach, and not many more where they differ (by bisection: no branch of it
+    has to be guessed, as sorting would make the processor do)."""
+    low, high = across[0], across[0]
+    for lane in range(1, across.shape[0]):
+        low, high = min(low, across[lane]), max(high, across[lane])
+    for _ in range(12):
+        middle = np.float32(0.5) * (low + high)
+        lanes = _lanes_from(across, middle)
+        if lanes < WANTED:
+            high = middle
         else:
-            break
-    return room[rank]
+            low = middle
+            if lanes <= WANTED + 4:
+                break
+    return low
 
 
 @compiled
-def _collect(cost_F, price_F, lanes, bound, columns, values):  # type: ignore[no-untyped-def]
-    """List the columns that offer `bound` or more, the best of them where the list is too short: how many, and what
-    no other column exceeds."""
+def _collect(cost_F, price_F, lanes, bound, found, room, columns, values):  # type: ignore[no-untyped-def]
+    """List the columns that offer `bound` or more: how many, and what no other column exceeds. Counting goes on
+    where it does not hit, so that there is no branch to guess."""
+    hits = 0
+    for k in range(lanes.shape[0]):
+        found[hits] = k
+        hits += lanes[k] >= bound
+    listed = 0
+    for hit in range(hits):
+        k = found[hit]
+        j = (k // LANES) * BLOCK + k % LANES
+        if listed > columns.shape[0]:
+            break
+        for _ in range(min(DEPTH, (cost_F.shape[0] - j + LANES - 1) // LANES)):
+            room[listed] = j
+            listed += cost_F[j] - price_F[j] >= bound
+            j += LANES
+    if listed > columns.shape[0]:
+        return _collect_best(cost_F, price_F, lanes, bound, columns, values)
+    for place in range(listed):
+        columns[place], values[place] = room[place], cost_F[room[place]]
+    return listed, bound
+
+
+@compiled
+def _collect_best(cost_F, price_F, lanes, bound, columns, values):  # type: ignore[no-untyped-def]
+    """The same where there may be more such columns than the list takes: the best of them stay."""
     listed, outside = 0, bound
     for k in range(lanes.shape[0]):
         if lanes[k] < bound:
             continue
-        j = (k // LANES) * BLOCK + k % LANES
-        while j < min(cost_F.shape[0], (k // LANES + 1) * BLOCK):
+        for j in range((k // LANES) * BLOCK + k % LANES, min(cost_F.shape[0], (k // LANES + 1) * BLOCK), LANES):
             offer = cost_F[j] - price_F[j]
             if listed < columns.shape[0]:
                 if offer >= bound:
@@ -241,7 +265,6 @@ def _collect(cost_F, price_F, lanes, bound, columns, values):  # type: ignore[no
                 if offer > least:
                     columns[place], values[place] = j, cost_F[j]
                 outside = max(outside, min(offer, least))
-            j += LANES
     return listed, outside
 
 
@@ -278,7 +301,8 @@ def _auction(cost, bits, eps, last, shrink, limit, price, order):  # type: ignor
     listed = np.zeros(F, np.int64)
     outside = np.full(F, np.float32(np.inf))
     lanes, rest = _rooms(F, price)
-    across, room = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+    across, found = np.empty(LANES, np.float32), np.empty(lanes.shape[0] + 1, np.int64)
+    room = np.empty(LISTED + DEPTH + 1, np.int64)
     owner = np.empty(F, np.int64)
     bids = 0
     while True:
@@ -291,8 +315,9 @@ def _auction(cost, bits, eps, last, shrink, limit, price, order):  # type: ignor
                     return -1
                 _lane_maxima(cost[i], price, rest, lanes)
                 _across_blocks(lanes, across)
-                bound = _rank(across, min(WANTED, F) - 1, room)
-                listed[i], outside[i] = _collect(cost[i], price, lanes, bound, columns[i], values[i])
+                # Up to `LANES` columns, each is a lane of its own, and lanes without a column do not count.
+                bound = _bound(across[: min(LANES, F)])
+                listed[i], outside[i] = _collect(cost[i], price, lanes, bound, found, room, columns[i], values[i])
                 best, second, j = _two_best(columns[i], values[i], listed[i], price)
             bids += 1
             if bids > limit:

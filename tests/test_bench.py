@@ -1,0 +1,65 @@
+"""Benchmarks run, and write what they say; how fast things are is no matter for tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from moepress.bench.timing import Clock, Timing, human_seconds, take_turns
+from moepress.cli.main import app
+from moepress.errors import MoepressError
+
+SMALL = ["--hidden", "70", "--width", "8", "--count", "3", "--reference", "2", "--repeats", "2"]
+
+
+def test_align_writes_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    families = ["--family", "lognormal", "--family", "upcycled-1"]
+    command = ["bench", "align", *SMALL, *families, "--model-problems", "5", "-o", "results", "--json"]
+    ran = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert ran.exit_code == 0
+    data = json.loads(ran.output)
+    assert data == json.loads((tmp_path / "results" / "align.json").read_text())
+    assert set(data["layer"]) == {"lognormal", "upcycled-1"}
+    for family in (*data["layer"].values(), *data["model"].values()):
+        assert 0 <= family["worst_gap"] <= 1e-4
+    for family in data["layer"].values():
+        assert abs(family["worst_against_scipy"]) <= family["worst_gap"] + 1e-12
+        assert sum(family["solved"].values()) == 3
+        assert len(family["per_problem"]["SciPy"]["seconds"]) == 2
+    assert sum(data["model"]["lognormal"]["solved"].values()) == 5
+    assert data["command"].endswith("-o results") and "--family lognormal" in data["command"]
+    written = (tmp_path / "results" / "align.md").read_text()
+    assert data["command"] in written and "A whole model" in written
+    assert (tmp_path / "results" / "align.png").stat().st_size > 1000
+
+
+def test_unknown_experts_and_absent_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MoepressError, match="known are iid"):
+        CliRunner().invoke(app, ["bench", "align", *SMALL, "--family", "nonsense"], catch_exceptions=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(MoepressError, match="no CUDA device"):
+        CliRunner().invoke(app, ["bench", "align", *SMALL, "--device", "cuda"], catch_exceptions=False)
+
+
+def test_work_takes_turns() -> None:
+    done: list[str] = []
+    work = {"a": lambda: done.append("a"), "b": lambda: done.append("b")}
+    timings = take_turns(Clock.on(torch.device("cpu")), work, repeats=2, warmup=1)
+    assert done == ["a", "b"] * 3
+    assert [len(timing.seconds) for timing in timings.values()] == [2, 2]
+
+
+def test_seconds_in_words() -> None:
+    assert [human_seconds(s) for s in (2.345, 0.9999, 0.0123, 0.00099999, 4.5e-6)] == [
+        "2.35 s",
+        "1 s",
+        "12.3 ms",
+        "1 ms",
+        "4.5 µs",
+    ]
+    assert Timing([3.0, 1.0, 2.0]).words() == "2 s (1 s – 3 s)"

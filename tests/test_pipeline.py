@@ -18,7 +18,7 @@ from moepress.models.find import find_layers
 from moepress.models.layer import CompactSpec
 from moepress.observe import Statistics
 from moepress.pipeline import press
-from moepress.plan import Plan
+from moepress.plan import SIMILARITIES, Plan
 from moepress.recipe import make_recipe
 
 from . import zoo
@@ -44,7 +44,7 @@ def test_redirect_equals_the_original_with_merged_weights_in_every_slot(name):
 
 
 @pytest.mark.parametrize("router", ["redirect", "keep", "mean"])
-@pytest.mark.parametrize("similarity", ["router-logits", "router-weight", "expert-weight", "random"])
+@pytest.mark.parametrize("similarity", SIMILARITIES.names())
 def test_every_similarity_and_router_action_runs(router, similarity):
     model, _ = pressed("qwen3_moe", **{"plan.similarity": similarity, "router": router, "plan.budget": "uniform"})
     assert {layer.bank.num_experts for layer in find_layers(model)} == {4}

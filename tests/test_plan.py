@@ -26,6 +26,7 @@ def facts(index: int, counts: list[int], seed: int = 0, width: int = 6, groups: 
     statistics = {
         "usage": {"count": torch.tensor(counts, dtype=torch.float64)},
         "router-gram": {"gram": logits_TE.T @ logits_TE},
+        "features": {name: normal(experts, width).double().abs() for name in ("sum", "abs", "square")},
     }
     return LayerFacts(f"layers.{index}", index, lambda: bank, router, statistics, seed)
 
@@ -137,6 +138,20 @@ def test_redirect_cannot_drop():
     with pytest.raises(ValueError, match="redirect keeps all rows"):
         group = dict(leader=0, members=[0], weights=[1.0])
         LayerPlan.model_validate(dict(name="a", experts=2, router="redirect", groups=[group], dropped=[1]))
+
+
+@pytest.mark.parametrize("name", [name for name in SIMILARITIES.names() if name != "random"])
+def test_similarities_are_cosines(name):
+    matrix = SIMILARITIES.create(name).matrix(facts(0, [9, 5, 1, 0]))
+    assert torch.allclose(matrix, matrix.T) and torch.allclose(matrix.diagonal(), torch.ones(4).double())
+    assert matrix.abs().max() <= 1 + 1e-9
+
+
+def test_an_expert_without_tokens_is_similar_to_nothing():
+    layer = facts(0, [9, 5, 1, 0])
+    layer.statistics["features"]["sum"][3] = 0
+    matrix = SIMILARITIES.create("expert-feature").matrix(layer)
+    assert torch.equal(matrix[3], torch.zeros(4).double())
 
 
 def test_random_similarity_depends_on_seed_and_layer_only():

@@ -2,7 +2,8 @@
 
 Given who is routed where, the layer's output is linear in its down projections: with the gated hidden units of all
 experts side by side, P (T, k·F), and what is missing in the output, R (T, D), the change ΔW that minimises
-‖R − PΔW‖² + λ‖ΔW‖² solves (PᵀP + λ) ΔW = PᵀR. Each token is in few experts, so that an expert's rows of PᵀP come from its own tokens only.
+‖R − PΔW‖² + λ‖ΔW‖² solves (PᵀP + λ) ΔW = PᵀR. Each token is in few experts, so that the rows of PᵀP that belong to an
+expert come from its own tokens only.
 """
 
 from __future__ import annotations

@@ -298,6 +298,22 @@ def test_cuda_kernels_do_the_same(cuda_kernels: ModuleType, size: int) -> None:
     assert not cuda_kernels.bid(costs_NFF, which, *limits, 20.0, 1)[3].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_whole_way_over_cuda_kernels(
+    cuda_kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(auction, "backend_for", lambda device: cuda_kernels)
+    units, noise = normal(3, 11, 6), normal(3, 11, 6, seed=1)
+    units[2] *= (0.5 * normal(11, 1)).exp()
+    others = torch.stack([noise[0], units[1] + 0.01 * noise[1], units[2] + 0.01 * noise[2]])
+    costs_NFF, norms_NF = (units @ others.mT).to(dtype), others.square().sum(dim=2)
+    costs_NFF[1] += 9 * torch.eye(11)
+    solutions = SOLVERS.create("auction").solve_many(costs_NFF, norms_NF)
+    assert [s.kind for s in solutions] == ["auction", "proof", "proof"]
+    for cost_FF, solution in zip(costs_NFF, solutions, strict=True):
+        assert_as_good_as_certified(cost_FF, solution)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_cuda_kernels_refuse_what_is_not_finite(cuda_kernels: ModuleType) -> None:
     for value in (float("nan"), float("inf"), float("-inf")):

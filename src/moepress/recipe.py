@@ -119,7 +119,12 @@ class Recipe(Section):
         Path(path).write_text(self.to_yaml())
 
     def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False)
+        """What the method uses, as it stands; the rest would be refused when the file is read again."""
+        uses = METHODS.get(self.method).uses
+        flat = flatten(self.model_dump(mode="json", exclude_none=True))
+        return yaml.safe_dump(
+            nest({k: v for k, v in flat.items() if k in uses or k not in method_entries()}), sort_keys=False
+        )
 
 
 def create(registry: Registry[Any], component: Component, place: str) -> Any:
@@ -144,9 +149,8 @@ def make_recipe(*given: dict[str, Any]) -> Recipe:
     for entries in given:
         flat |= flatten(entries)
     method = METHODS.get(str(flat.get("method", Recipe.model_fields["method"].default)))
-    places = {f"{section}.{name}" for section in SECTIONS for name in _fields(section)}
     for key in flat:
-        if key in places | {"router", "sequential"} and key not in method.uses:
+        if key in method_entries() and key not in method.uses:
             raise MoepressError(
                 f"method {method.name!r} does not use {key!r}; it uses {', '.join(sorted(method.uses))}"
             )
@@ -165,6 +169,11 @@ def make_recipe(*given: dict[str, Any]) -> Recipe:
 
 VANILLA = {"plan.budget": "uniform", "router": "keep", "plan.skip": "none"}
 """What a vanilla checkpoint needs, where the recipe does not say otherwise: one count, and rows instead of a map."""
+
+
+def method_entries() -> set[str]:
+    """The entries that mean something to some methods only."""
+    return {f"{section}.{name}" for section in SECTIONS for name in _fields(section)} | {"router", "sequential"}
 
 
 def load_recipe(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -89,6 +89,25 @@ def test_saved_statistics_and_an_edited_plan_replace_their_stages(tmp_path):
     )
 
 
+def test_saved_statistics_must_fit(tmp_path):
+    _, outcome = pressed("qwen3_moe")
+    other = zoo.build("qwen3_moe")
+    lacking = make_recipe({"keep": 4, "method": "reap", "sequential": False})
+    with pytest.raises(MoepressError, match="hold no 'output-norm'"):
+        press(other, lacking, lambda: [], statistics=outcome.statistics)
+    with pytest.raises(MoepressError, match="for layer"):
+        press(zoo.build("switch_transformers"), outcome.recipe, lambda: [], statistics=outcome.statistics)
+    with pytest.raises(MoepressError, match="cannot use saved ones"):
+        press(other, make_recipe({"keep": 4, "method": "reap"}), lambda: [], statistics=outcome.statistics)
+
+
+def test_an_edited_plan_is_carried_out_by_sequential_methods_too():
+    _, outcome = pressed("mixtral", method="reap")
+    model = zoo.build("mixtral")
+    again = press(model, outcome.recipe, lambda: calibration("mixtral", model), plan=outcome.plan)
+    assert again.plan == outcome.plan and {spec.physical for spec in again.specs.values()} == {4}
+
+
 @pytest.mark.parametrize(
     "given, message",
     [

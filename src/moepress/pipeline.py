@@ -64,14 +64,12 @@ def press(
     check_fit(recipe, layers)
     skipped = skipped_layers(recipe, model, layers)
     average = average_experts(recipe, model, layers, skipped)
-    planner = planner_of(recipe)
+    planner, refit = planner_of(recipe), recipe.component("refit.method")
     planner.check(facts_of(layers, Statistics(), recipe), skipped, average)
+    if statistics is not None:
+        check_statistics(statistics, layers, planner, recipe)
     outcome = Outcome(model, recipe, Plan(layers=()), statistics or Statistics(), {})
 
-    if statistics is not None and recipe.sequential:
-        raise MoepressError("sequential compression gathers its statistics as it goes: it cannot use saved ones")
-    refit: Refit = recipe.component("refit.method")
-    visiting = recipe.sequential or refit.visits
     if plan is None and statistics is None and not (recipe.sequential and planner.budget.one_count):
         with outcome.timed("observe"), in_dtype(model, calibration_dtype(recipe, model)):
             for visit in track(walk(model, batches(), layers=layers), "observe", len(layers)):
@@ -82,31 +80,57 @@ def press(
             for layer in track(layers, "align"):
                 align_to_first(layer, recipe, outcome)
 
-    if not visiting:
-        with outcome.timed("plan"):
-            outcome.plan = plan or planner.make(facts_of(layers, outcome.statistics, recipe), skipped, average)
-        with outcome.timed("merge"):
-            for layer in track(layers, "merge"):
-                rebuild(layer, outcome.plan.of(layer.name), recipe, outcome)
+    if recipe.sequential or refit.visits:
+        counts = {} if plan else planner.counts(facts_of(layers, outcome.statistics, recipe), skipped, average)
+        with outcome.timed("merge"), stored_dtypes(layers), in_dtype(model, calibration_dtype(recipe, model)):
+            outcome.plan = rebuild_visited(layers, batches(), planner, counts, plan, refit, outcome)
         return outcome
 
-    counts = planner.counts(facts_of(layers, outcome.statistics, recipe), skipped, average)
+    with outcome.timed("plan"):
+        outcome.plan = plan or planner.make(facts_of(layers, outcome.statistics, recipe), skipped, average)
+    with outcome.timed("merge"):
+        for layer in track(layers, "merge"):
+            rebuild(layer, outcome.plan.of(layer.name), recipe, outcome)
+    return outcome
+
+
+def rebuild_visited(
+    layers: list[MoELayer],
+    batches: list[CalibrationBatch],
+    planner: Planner,
+    counts: dict[str, int],
+    plan: Plan | None,
+    refit: Refit,
+    outcome: Outcome,
+) -> Plan:
+    """Plan, rebuild and refit one layer after the other, each with the inputs that it has by then."""
+    recipe = outcome.recipe
     made: dict[str, LayerPlan] = {}
-    with outcome.timed("merge"), stored_dtypes(layers), in_dtype(model, calibration_dtype(recipe, model)):
-        walked = walk(model, batches(), layers=layers, sequential=recipe.sequential, reference=refit.reference)
-        for visit in track(walked, "compress", len(layers)):
-            layer = visit.layer
-            if plan is None and recipe.sequential:
-                outcome.statistics.gather(visit, planner.needs)
-            facts = facts_of([layer], outcome.statistics, recipe)[0]
-            made[layer.name] = plan.of(layer.name) if plan else planner.layer(facts, counts[layer.name])
-            if made[layer.name].untouched:
-                continue
+    walked = walk(outcome.model, batches, layers=layers, sequential=recipe.sequential, reference=refit.reference)
+    for visit in track(walked, "compress", len(layers)):
+        layer = visit.layer
+        if plan is None and recipe.sequential:
+            outcome.statistics.gather(visit, planner.needs)
+        facts = facts_of([layer], outcome.statistics, recipe)[0]
+        made[layer.name] = plan.of(layer.name) if plan else planner.layer(facts, counts[layer.name])
+        if not made[layer.name].untouched:
             whole = refit.remember(visit)
             rebuild(layer, made[layer.name], recipe, outcome)
             refit.fit(visit, whole)
-    outcome.plan = Plan(layers=tuple(made[layer.name] for layer in layers))
-    return outcome
+    return Plan(layers=tuple(made[layer.name] for layer in layers))
+
+
+def check_statistics(statistics: Statistics, layers: list[MoELayer], planner: Planner, recipe: Recipe) -> None:
+    """Saved statistics must be of this model and hold what the method needs."""
+    if recipe.sequential:
+        raise MoepressError("sequential compression gathers its statistics as it goes: it cannot use saved ones")
+    for layer in layers:
+        for name in planner.needs:
+            sums = statistics.of(layer, name)
+            if name == "usage" and len(sums["count"]) != layer.num_experts:
+                raise MoepressError(
+                    f"the statistics of {layer.name!r} are of a model with {len(sums['count'])} experts"
+                )
 
 
 def calibration_dtype(recipe: Recipe, model: PreTrainedModel) -> torch.dtype | None:

@@ -59,6 +59,9 @@ def test_compress_evaluate_export_inspect(run, tmp_path):
 def test_an_edited_plan_can_be_fed_back(run, tmp_path):
     out, again = tmp_path / "a", tmp_path / "b"
     assert run("compress", MODEL, "-o", out, "--keep", "0.5", "--calibration", TEXT, *FEW)[0] == 0
+    code, text, err = run("export", out, "-o", tmp_path / "full", "--duplicate", "--json")
+    assert code == 0, err
+    assert json.loads(text)["parameters"] == json.loads(run("inspect", MODEL, "--json")[1])["sizes"]["parameters"]
     plan = out / "moepress" / "plan.json"
     code, _, err = run("compress", MODEL, "-o", again, "--keep", "0.5", "--plan", plan)
     assert code == 0, err
@@ -138,6 +141,13 @@ def test_calibration_that_cannot_be_used(run, tmp_path, content, expected):
         "compress", MODEL, "-o", tmp_path / "out", "--keep", "8", "--calibration", tmp_path / "text.jsonl"
     )
     assert code == 2 and expected in err and not (tmp_path / "out").exists()
+
+
+def test_text_needs_a_tokenizer(run, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model, ignore=shutil.ignore_patterns("tokenizer*"))
+    code, _, err = run("compress", model, "-o", tmp_path / "out", "--keep", "8", "--calibration", TEXT, *FEW)
+    assert code == 2 and "no tokenizer" in err
 
 
 def test_an_existing_folder_is_not_overwritten_unasked(run, tmp_path):

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from moepress import __version__
 from moepress.checkpoint.compact import compact_specs, save_compact
 from moepress.checkpoint.folder import output_folder
-from moepress.checkpoint.load import load_model, load_tokenizer, quiet
+from moepress.checkpoint.load import load_model, load_skeleton, load_tokenizer, quiet
 from moepress.checkpoint.sizes import Sizes, sizes_of
 from moepress.checkpoint.vanilla import save_vanilla
 from moepress.data.batches import calibration_batches
@@ -187,7 +187,7 @@ def export(
             multiple_of=multiple_of,
             max_shard_size=max_shard_size,
         )
-        return sizes_of(loaded)
+        return sizes_of(load_skeleton(folder))  # of what was written, which may hold more than the compact model
 
 
 def evaluate(

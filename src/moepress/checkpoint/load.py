@@ -19,6 +19,7 @@ from moepress.models.find import repair
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges", "source.spm")
 AnyPath = str | os.PathLike[str]
 NOT_NEEDED = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "original/*", "metal/*"]
 
@@ -131,6 +132,9 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     folder = local_folder(source, revision)
+    if not any(file.name.startswith(TOKENIZER_FILES) for file in folder.iterdir()):
+        # transformers would make an empty tokenizer out of the config
+        raise MoepressError(f"{source} has no tokenizer files")
     try:
         with quiet():
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)

@@ -11,15 +11,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from moepress.align import match
 from moepress.api import open_source
-from moepress.checkpoint.sizes import human_size, sizes_of
+from moepress.checkpoint.sizes import human_size, predicted_sizes, sizes_of
 from moepress.data.batches import calibration_batches
+from moepress.evaluation.precision import in_dtype
 from moepress.fit import average_experts, check_fit, skipped_layers
 from moepress.models.find import find_layers
-from moepress.models.layer import MoELayer
+from moepress.models.layer import CompactSpec, MoELayer
 from moepress.models.walk import CalibrationBatch, walk
+from moepress.observe import Statistics
+from moepress.pipeline import calibration_dtype, facts_of, planner_of
 from moepress.recipe import Recipe
 
 CARRIED = 3
@@ -60,37 +64,46 @@ def estimate(
     check_fit(recipe, layers)
     skipped = skipped_layers(recipe, loaded, layers)
     average = average_experts(recipe, loaded, layers, skipped)
-    chosen = [layer for layer in layers if layer.name not in skipped]
-    freed = sum(layer.expert_parameters * (1 - average / layer.num_experts) for layer in chosen)
-    width = {layer.name: next(iter(layer.bank.tensors().values())).element_size() for layer in chosen}
-    freed_bytes = sum(
-        layer.expert_parameters * (1 - average / layer.num_experts) * width[layer.name] for layer in chosen
-    )
-    sizes = sizes_of(loaded)
+    counts = planner_of(recipe).check(facts_of(layers, Statistics(), recipe), skipped, average)
+    form = "redirect" if recipe.router == "redirect" else "rows"
+    shrunk = [layer for layer in layers if counts[layer.name] < layer.num_experts]
+    specs = {layer.name: CompactSpec(layer.num_experts, counts[layer.name], form) for layer in shrunk}
+    before, after = sizes_of(loaded), predicted_sizes(loaded, specs)
     batches: list[CalibrationBatch] = []
     if recipe.calibration.source:
         shift = getattr(loaded, "prepare_decoder_input_ids_from_labels", None)
         batches = calibration_batches(recipe.calibration, tokenizer, loaded.config, shift=shift)
+    streams = 2 if recipe.component("refit.method").reference else 1
     tokens = sum(int(keep.numel()) for batch in batches for keep in batch.keep.values())
-    carried = tokens * layers[0].bank.up_EFD.shape[2] * 4 * CARRIED
+    carried = tokens * layers[0].bank.up_EFD.shape[2] * 4 * CARRIED * streams
     largest = max(layer.expert_parameters for layer in layers) * 4
-    merged_away = sum(layer.num_experts for layer in chosen) - average * len(chosen)
+    widened = 2 * before.bytes if calibration_dtype(recipe, loaded) and loaded.dtype.itemsize == 2 else before.bytes
     seconds = None
     if batches:
-        start = time.perf_counter()
-        for visit in walk(loaded, batches[:1], layers=layers):
-            for _ in visit.batches():
-                pass
-        seconds = (time.perf_counter() - start) * len(batches) + _one_alignment(chosen[0], recipe) * merged_away
+        seconds = _one_pass(loaded, batches, layers, recipe) * len(batches) * (streams + recipe.sequential)
+        if not recipe.component("plan.grouping").drops:
+            merged_away = sum(spec.experts - spec.physical for spec in specs.values())
+            seconds += _one_alignment(layers[0], recipe) * merged_away
     return Estimate(
-        sizes.bytes,
-        round(sizes.bytes - freed_bytes),
-        sizes.parameters,
-        round(sizes.parameters - freed),
-        average,
+        before.bytes,
+        after.bytes,
+        before.parameters,
+        after.parameters,
+        sum(counts[layer.name] for layer in layers if layer.name not in skipped) / (len(layers) - len(skipped)),
         seconds,
-        round(sizes.bytes + carried + largest),
+        round(widened + carried + largest),
     )
+
+
+def _one_pass(model: PreTrainedModel, batches: list[CalibrationBatch], layers: list[MoELayer], recipe: Recipe) -> float:
+    """Seconds that one batch takes, once everything is warm."""
+    with in_dtype(model, calibration_dtype(recipe, model)):
+        for _ in range(2):
+            start = time.perf_counter()
+            for visit in walk(model, batches[:1], layers=layers):
+                for _ in visit.batches():
+                    pass
+    return time.perf_counter() - start
 
 
 def _one_alignment(layer: MoELayer, recipe: Recipe) -> float:

@@ -52,19 +52,25 @@ class Planner:
 
     def counts(self, layers: list[LayerFacts], skipped: set[str], average: float) -> dict[str, int]:
         """How many experts each layer keeps, all of them where it is skipped."""
+        if self.budget.one_count:  # asks no scores
+            return self.check(layers, skipped, average)
+        return self._shared_out(layers, skipped, average, self._score)
+
+    def check(self, layers: list[LayerFacts], skipped: set[str], average: float) -> dict[str, int]:
+        """Raise now, without statistics, what `make` would raise about counts. The counts that are returned have the
+        right total; which layer keeps more is not known yet."""
+        return self._shared_out(layers, skipped, average, lambda facts: torch.ones(facts.experts))
+
+    def _shared_out(
+        self, layers: list[LayerFacts], skipped: set[str], average: float, score: Callable[[LayerFacts], torch.Tensor]
+    ) -> dict[str, int]:
         chosen = [facts for facts in layers if facts.name not in skipped]
         if not chosen:
             raise MoepressError("every MoE layer is skipped: there is nothing to merge")
-        scores = [torch.ones(f.experts) if self.budget.one_count else self._score(f) for f in chosen]
-        made = self.budget.counts(scores, average, [self.limits(facts) for facts in chosen])
+        limits = [self.limits(facts) for facts in chosen]
+        made = self.budget.counts([score(facts) for facts in chosen], average, limits)
         whole = {facts.name: facts.experts for facts in layers}
         return whole | {facts.name: count for facts, count in zip(chosen, made, strict=True)}
-
-    def check(self, layers: list[LayerFacts], skipped: set[str], average: float) -> None:
-        """Raise now, without statistics, what `make` would raise about counts."""
-        chosen = [facts for facts in layers if facts.name not in skipped]
-        alike = [torch.ones(facts.experts) for facts in chosen]
-        self.budget.counts(alike, average, [self.limits(facts) for facts in chosen])
 
     def _score(self, facts: LayerFacts) -> torch.Tensor:
         score_E = self.saliency.score(facts).double()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -10,6 +11,9 @@ import typer
 from moepress import __version__
 from moepress.cli import bench, compress, demo, evaluate, export, inspect, methods
 from moepress.errors import MoepressError
+
+# Before torch is imported: threads that wait give their core away. On a busy machine that is three times faster.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 INTERRUPTED = 130
 

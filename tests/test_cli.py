@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import signal
@@ -202,7 +203,9 @@ def test_interrupting_leaves_nothing_behind(tmp_path):
         "--calibration",
         TEXT,
     ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    # A shell's background jobs ignore SIGINT and hand that down: this process must not.
+    listens = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=listens)
     deadline = time.time() + 120
     while not any(tmp_path.iterdir()) and process.poll() is None and time.time() < deadline:
         time.sleep(0.05)  # until the partial folder is there

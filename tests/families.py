@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from moepress.models.find import find_layers
 from moepress.models.layer import ExpertBank, MoELayer, RouterView
@@ -58,39 +55,3 @@ def kept_rows(view: RouterView, experts: list[int]) -> dict[str, Tensor]:
     rows = view.weight_ED.shape[0]
     index = torch.tensor([*experts, *range(rows - view.fixed_experts, rows)])
     return {name: tensor[index].clone() for name, tensor in view.tensors.items()}
-
-
-class _Without(TorchFunctionMode):
-    def __init__(self, shape: tuple[int, ...], columns: list[int]) -> None:
-        super().__init__()
-        self.shape, self.columns = shape, columns
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is nn.functional.linear and tuple(args[1].shape) == self.shape:
-            result = result.index_fill(-1, torch.tensor(self.columns), float("-inf"))
-        return result
-
-
-@contextmanager
-def without(layer: MoELayer, experts: list[int]) -> Iterator[None]:
-    """The layer's native router with the raw scores of some experts forced to -inf and their selection bias too."""
-    adapter: Any = layer.adapter
-    router, weight = adapter.router(layer.block), adapter.scoring(layer.block)[1]
-    biases = [t for name, t in layer.router.tensors.items() if "bias" in name]
-    before = [t.clone() for t in biases]
-    native = router.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with _Without(tuple(weight.shape), experts):
-            return native(*args, **kwargs)
-
-    router.forward = forward
-    for t in biases:
-        t[experts] = -1e9
-    try:
-        yield
-    finally:
-        del router.forward
-        for t, value in zip(biases, before, strict=True):
-            t.copy_(value)

@@ -16,7 +16,7 @@ from moepress.models.layer import CompactSpec, MoELayer
 from moepress.models.walk import walk
 
 from . import zoo
-from .families import WORKING, build, calibration, kept_rows, logits_of, noisy, without
+from .families import WORKING, build, calibration, kept_rows, logits_of, noisy
 
 E = zoo.NUM_EXPERTS
 KEPT = [0, 2, 3, 5, 6, 7]
@@ -143,7 +143,7 @@ def test_rows_compute_what_the_others_forbidden_compute(name: str) -> None:
     with ExitStack() as stack:
         for layer in native_layers:
             if layer.name in {other.name for other in able}:
-                stack.enter_context(without(layer, dropped))
+                stack.enter_context(layer.adapter.forbidding(layer.block, dropped))
         expected = logits_of(native, name)
     assert not torch.allclose(expected, logits_of(native, name), atol=1e-3)
     assert torch.allclose(logits_of(compact, name), expected, atol=1e-5)

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedModel
@@ -111,11 +111,12 @@ def rebuild_visited(
         layer = visit.layer
         if plan is None and recipe.sequential:
             outcome.statistics.gather(visit, planner.needs)
-        facts = facts_of([layer], outcome.statistics, recipe)[0]
+        facts = replace(facts_of([layer], outcome.statistics, recipe)[0], visit=visit)
         made[layer.name] = plan.of(layer.name) if plan else planner.layer(facts, counts[layer.name])
         if not made[layer.name].untouched:
             whole = refit.remember(visit)
             rebuild(layer, made[layer.name], recipe, outcome)
+            visit.changed()
             refit.fit(visit, whole)
     return Plan(layers=tuple(made[layer.name] for layer in layers))
 

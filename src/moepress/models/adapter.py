@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -76,6 +77,10 @@ class Adapter(ABC):
     @abstractmethod
     def expert_map(self, block: nn.Module) -> Tensor | None:
         """The redirect's (experts,) int64 buffer, original expert -> physical expert; None without a redirect."""
+
+    @abstractmethod
+    def forbidding(self, block: nn.Module, experts: list[int]) -> AbstractContextManager[None]:
+        """Inside, the block's own router cannot choose these experts."""
 
     @abstractmethod
     def observe(self, block: nn.Module, run: Callable[[], Any]) -> tuple[Any, Routing]:

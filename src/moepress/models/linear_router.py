@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -33,6 +33,8 @@ PER_EXPERT = ("e_score_correction_bias", "expert_bias", "per_expert_scale", "bal
 """Router tensors with one entry per expert, beside the weight and its bias."""
 NOT_PER_EXPERT = ("norm", "scale", "tid2eid", "expert_map")
 """Others, whose length may happen to equal the number of experts."""
+FORBIDDEN = -1e9
+"""A selection bias that nobody can make up for; finite, since some routers add up the scores of a group."""
 
 
 class LinearRouterAdapter(Adapter):
@@ -262,6 +264,20 @@ class LinearRouterAdapter(Adapter):
         if missing := self.watched - set(seen):
             raise UnsupportedModel(f"{type(block).__name__} did not show its {', '.join(sorted(missing))}")
         return output, self.routing(block, seen)
+
+    @contextmanager
+    def forbidding(self, block: Block, experts: list[int]) -> Iterator[None]:
+        biases = [t for name, t in self.router_tensors(block).items() if "bias" in name]
+        before = [t.clone() for t in biases]
+        weight = self.scoring(block)[1]
+        with linear_results(self.router(block), tuple(weight.shape), forbidden=experts):
+            for bias in biases:
+                bias[experts] = FORBIDDEN
+            try:
+                yield
+            finally:
+                for bias, values in zip(biases, before, strict=True):
+                    bias.copy_(values)
 
     def watch(self, block: Block, seen: dict[str, Tensor], stack: ExitStack) -> None:
         """Enter hooks on `stack` that put hidden (T, D), index (T, K) and weight (T, K) into `seen`. These suit

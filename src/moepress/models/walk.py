@@ -20,7 +20,8 @@ from torch import Tensor
 
 from moepress.errors import MoepressError, UnsupportedModel
 from moepress.models.find import find_layers
-from moepress.models.layer import LayerBatch, MoELayer
+from moepress.models.implementation import quickest_experts
+from moepress.models.layer import LayerBatch, MoELayer, Routing
 from moepress.models.taps import replaced
 
 
@@ -74,28 +75,69 @@ class LayerVisit:
         every change in earlier layers."""
         self.stream_norm: dict[int, Tensor] = {}
         """With `reference`: by batch, the norm (T,) of the original model's residual stream behind this layer."""
+        self._seen: dict[int, tuple[LayerBatch, Any]] | None = None
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def batches(self) -> Iterator[LayerBatch]:
         """Run the layer on each waiting batch and show what its router decided. May be called more than once."""
-        for i, stop in self._waiting.items():
-            yield self._observe(i, stop)[0]
+        for i in self._waiting:
+            yield self.observe(i)[0]
 
     def batches_with_output(self) -> Iterator[tuple[LayerBatch, Tensor]]:
         """The same with the block's output (T, D), flattened like the tokens."""
-        for i, stop in self._waiting.items():
-            batch, output = self._observe(i, stop)
-            first = output[0] if isinstance(output, tuple) else output
-            yield batch, first.reshape(batch.keep_T.numel(), -1)  # some blocks flatten their output altogether
+        for i in self._waiting:
+            batch, output = self.observe(i)
+            yield batch, _first(output).reshape(batch.keep_T.numel(), -1)  # some blocks flatten their output altogether
+
+    def domain(self, i: int) -> str:
+        return self._batches[i].domain
+
+    def tokens(self, i: int) -> int:
+        return int(self._batches[i].keep[self.layer.stack].sum())
+
+    def remember(self) -> None:
+        """Keep what is observed, which is then computed once only, until the layer has `changed`."""
+        self._seen = {}
+
+    def changed(self) -> None:
+        """Whoever gives the layer other weights says so."""
+        if self._seen is not None:
+            self._seen.clear()
+
+    def run(self, i: int) -> Any:
+        """The block's output on one waiting batch."""
+        stop = self._waiting[i]
+        return self._forward(*_private(stop.args), **_private(stop.kwargs))
+
+    def output(self, i: int) -> Tensor:
+        """The same (T, D), flattened like the tokens."""
+        output = _first(self.run(i))
+        return output.reshape(self._batches[i].keep[self.layer.stack].numel(), -1)
+
+    def observe(self, i: int) -> tuple[LayerBatch, Any]:
+        """One waiting batch as the layer sees it, and the block's output as the block returned it."""
+        if self._seen is not None and i in self._seen:
+            return self._seen[i]
+        batch, output = self._observe(i)
+        self.outputs[i] = output
+        if self._seen is not None:
+            self._seen[i] = batch, output
+        return batch, output
+
+    def routing_without(self, i: int, experts: list[int]) -> Routing:
+        """What the model's own router decides on one batch when it may not choose some experts."""
+        with self.layer.adapter.forbidding(self.layer.block, experts):
+            routing = self._observe(i)[0].routing
+        forbidden = torch.isin(routing.index_TK, torch.tensor(experts, device=routing.index_TK.device))
+        if bool((forbidden & (routing.weight_TK != 0)).any()):
+            raise UnsupportedModel(f"layer {self.layer.name!r}: its router chooses experts that it may not choose")
+        return routing
 
     @torch.no_grad()
-    def _observe(self, i: int, stop: _Stop) -> tuple[LayerBatch, Any]:
-        output, routing = self.layer.adapter.observe(
-            self.layer.block, lambda: self._forward(*_private(stop.args), **_private(stop.kwargs))
-        )
-        self.outputs[i] = output
+    def _observe(self, i: int) -> tuple[LayerBatch, Any]:
+        output, routing = self.layer.adapter.observe(self.layer.block, lambda: self.run(i))
         keep_T = self._batches[i].keep[self.layer.stack].reshape(-1).to(routing.hidden_TD.device)
         if keep_T.numel() != routing.hidden_TD.shape[0]:
             raise UnsupportedModel(
@@ -190,7 +232,7 @@ def walk(
         return forward
 
     runners = [greenlet(forward_until_enough) for _ in batches]
-    with evaluating(model), without_cache(model), ExitStack() as undo:
+    with evaluating(model), without_cache(model), quickest_experts(model), ExitStack() as undo:
         for layer in layers:
             undo.enter_context(replaced(layer.block, "forward", stopping_forward(layer, forwards[id(layer.block)])))
         undo.callback(_end, runners)
@@ -256,7 +298,7 @@ def _walk_with_reference(
     inputs = [batch.inputs for batch in batches]
     runners = [greenlet(forward_until_enough) for _ in range(2 * len(batches) + 1)]
     count = len(batches)
-    with evaluating(model), without_cache(model), ExitStack() as undo:
+    with evaluating(model), without_cache(model), quickest_experts(model), ExitStack() as undo:
         for layer in layers:
             host = hosts[id(layer.block)]
             undo.enter_context(replaced(layer.block, "forward", at_block(layer)))
@@ -269,7 +311,9 @@ def _walk_with_reference(
                 raise UnsupportedModel(f"the batches did not reach layer {layer.name!r} together")
             run = forwards[id(layer.block)]
             visit = LayerVisit(layer, run, dict(enumerate(stops[:count])), batches)
-            before = [run(*_private(stop.args), **_private(stop.kwargs)) for stop in stops]
+            visit.remember()
+            before = [visit.observe(i)[1] for i in range(count)]
+            before += [run(*_private(stop.args), **_private(stop.kwargs)) for stop in stops[count:]]
             kick = _kick(_first(before[-1]))
             before[-1] = _with_first(before[-1], _first(before[-1]) + kick)
             outputs = [r.switch(y).output for r, y in zip(runners, before, strict=True)]
@@ -282,8 +326,9 @@ def _walk_with_reference(
             yield visit
             done.add(id(layer.block))
             answers = []
-            for i, stop in enumerate(stops[:count]):
-                change = _first(run(*_private(stop.args), **_private(stop.kwargs))) - _first(before[i])
+            visit.changed()
+            for i in range(count):
+                change = _first(visit.run(i)) - _first(before[i])
                 answers.append(behind[i] + strength * change.reshape(behind[i].shape))
             answers += [*behind[count:-1], behind[count][:1]]
             answers = [_with_first(output, first) for output, first in zip(outputs, answers, strict=True)]

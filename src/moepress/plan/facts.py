@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moepress.models.layer import ExpertBank, RouterView
+from moepress.models.walk import LayerVisit
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,10 @@ class LayerFacts:
     statistics: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """Sums by statistic name."""
     seed: int = 0
+    visit: LayerVisit | None = None
+    """The layer with its calibration inputs, where it is planned while they wait in front of it."""
+    keep: int | None = None
+    """How many experts will stay, once that is known."""
 
     @property
     def experts(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -82,7 +82,7 @@ class Planner:
         """One layer's plan, once it is known how many experts it keeps."""
         if count == facts.experts:
             return LayerPlan.keep_all(facts.name, facts.experts)
-        score_E = self._score(facts)
+        score_E = self._score(replace(facts, keep=count))
         router_groups = facts.router.groups if self.router != "redirect" else 1
         leaders = strongest(score_E, count, router_groups)
         members = self.grouping.groups(score_E, self.similarity.matrix(facts), leaders)

@@ -8,6 +8,7 @@ expert come from its own tokens only.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -87,6 +88,12 @@ class Piece:
         units_nF = bank.hidden(e, x_nD.to(bank.up_EFD.dtype)).float()
         return token_n, units_nF * (gate_n * self.weight_T[token_n])[:, None]
 
+    def served_TK(self, experts: int) -> Tensor:
+        """Which expert serves each choice of each token; -1 on padding and where none does."""
+        index_TK, weight_TK = self.batch.routing.index_TK, self.batch.routing.weight_TK
+        served_TK = (index_TK < experts) & (weight_TK != 0) & self.batch.keep_T[:, None]
+        return torch.where(served_TK, index_TK.long(), -1)
+
     @property
     def weighted_missing_TD(self) -> Tensor:
         return self.missing_TD * self.weight_T[:, None]
@@ -100,11 +107,11 @@ def block_strength(visit: LayerVisit, batch: LayerBatch, bank: ExpertBank) -> fl
         token_n, x_nD, gate_n = routing.calls(e)
         y_nD = bank.output(e, x_nD.to(bank.up_EFD.dtype)).float()
         experts_TD.index_add_(0, token_n, y_nD * gate_n[:, None].float())
-    _, once = next(visit.batches_with_output())
+    once = visit.output(0)
     kept = {name: tensor.clone() for name, tensor in bank.tensors().items()}
     doubled = bank.map(lambda name, t: t * 2 if name.startswith("down") else t)
     layer.adapter.write_bank(layer.block, doubled)
-    _, twice = next(visit.batches_with_output())
+    twice = visit.output(0)
     layer.adapter.write_bank(layer.block, bank.map(lambda name, _: kept[name]))
     change = (twice - once).float()[batch.keep_T]
     experts_TD = experts_TD[batch.keep_T]
@@ -119,23 +126,73 @@ def block_strength(visit: LayerVisit, batch: LayerBatch, bank: ExpertBank) -> fl
 def _solve_together(bank: ExpertBank, pieces: list[Piece], ridge: float) -> Tensor:
     experts, units, width = bank.num_experts, bank.hidden_units, bank.down_EDF.shape[1]
     device = bank.down_EDF.device
-    gram = torch.zeros(experts * units, experts * units, dtype=torch.float64, device=device)
-    right = torch.zeros(experts * units, width, dtype=torch.float64, device=device)
-    for piece in pieces:
-        missing_TD = piece.weighted_missing_TD
-        made = [piece.units(bank, e) for e in range(experts)]
-        units_TN = torch.zeros(len(missing_TD), experts * units, device=device)
-        for e, (token, units_nF) in enumerate(made):
-            units_TN[token, e * units : (e + 1) * units] = units_nF
-        for e, (token, units_nF) in enumerate(made):
-            here, rest = slice(e * units, (e + 1) * units), slice(e * units, None)
-            right[here] += units_nF.T @ missing_TD[token]
-            gram[here, rest] += units_nF.T @ units_TN[token, rest]  # the lower half follows by symmetry
-    gram = torch.triu(gram)
-    gram += torch.triu(gram, 1).T
+    gram_EFEF = torch.zeros(experts, units, experts, units, dtype=torch.float64, device=device)
+    right_EFD = torch.zeros(experts, units, width, dtype=torch.float64, device=device)
+    for together in _chunks(pieces, units):
+        _add_products(bank, together, gram_EFEF, right_EFD)
+    gram = gram_EFEF.reshape(experts * units, experts * units)
     gram.diagonal().add_(_shrinkage(float(gram.diagonal().mean()), ridge))
-    change = torch.cholesky_solve(right, torch.linalg.cholesky(gram))
+    change = torch.cholesky_solve(right_EFD.reshape(experts * units, width), torch.linalg.cholesky(gram))
     return change.reshape(experts, units, width).transpose(1, 2)
+
+
+def _chunks(pieces: list[Piece], units: int, limit: int = 2**28) -> Iterator[list[Piece]]:
+    """Batches in groups whose hidden units, one set for each choice of a token, are at most `limit` numbers."""
+    group: list[Piece] = []
+    held = 0
+    for piece in pieces:
+        size = piece.batch.routing.index_TK.numel() * units
+        if group and held + size > limit:
+            yield group
+            group, held = [], 0
+        group.append(piece)
+        held += size
+    yield group
+
+
+def _add_products(bank: ExpertBank, pieces: list[Piece], gram_EFEF: Tensor, right_EFD: Tensor) -> None:
+    """Add these tokens' PᵀP (lower half) and PᵀR. A token is in K experts, so that only the blocks of the pairs among
+    them get anything: one small product for each pair of experts, over the tokens that chose both."""
+    experts, choices = bank.num_experts, pieces[0].batch.routing.index_TK.shape[1]
+    tokens = sum(len(piece.missing_TD) for piece in pieces)
+    device = bank.down_EDF.device
+    missing_TD = torch.cat([piece.weighted_missing_TD for piece in pieces])
+    units_SF = torch.zeros(tokens * choices, bank.hidden_units, device=device)  # a row for each choice of each token
+    expert_TK = torch.full((tokens, choices), -1, dtype=torch.long, device=device)
+    start = 0
+    for piece in pieces:
+        size = len(piece.missing_TD)
+        expert_TK[start : start + size] = piece.served_TK(experts)
+        start += size
+    token_S, slot_S = torch.arange(tokens * choices, device=device) // choices, expert_TK.flatten()
+    for e in range(experts):
+        row_n = torch.where(slot_S == e)[0]
+        units_nF = torch.cat([piece.units(bank, e)[1] for piece in pieces])
+        units_SF[row_n] = units_nF
+        right_EFD[e] += units_nF.T @ missing_TD[token_S[row_n]]
+        gram_EFEF[e, :, e] += units_nF.T @ units_nF
+    first_P, second_P = (side.flatten() for side in _pairs(choices, tokens, device))
+    low_P, high_P = slot_S[first_P], slot_S[second_P]
+    both = (low_P >= 0) & (high_P >= 0)
+    first_P, second_P, low_P, high_P = first_P[both], second_P[both], low_P[both], high_P[both]
+    swapped = low_P > high_P
+    first_P, second_P = torch.where(swapped, second_P, first_P), torch.where(swapped, first_P, second_P)
+    pair_P, order_P = torch.sort(torch.minimum(low_P, high_P) * experts + torch.maximum(low_P, high_P), stable=True)
+    first_P, second_P = first_P[order_P], second_P[order_P]
+    end = 0
+    for pair, count in enumerate(torch.bincount(pair_P, minlength=experts**2).tolist()):
+        if count:
+            begin, end = end, end + count
+            low, high = divmod(pair, experts)
+            # The Cholesky factorisation reads the lower half only.
+            gram_EFEF[high, :, low] += units_SF[second_P[begin:end]].T @ units_SF[first_P[begin:end]]
+
+
+def _pairs(choices: int, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Every two choices of every token, as rows of a (tokens · choices) table."""
+    one_p, other_p = torch.triu_indices(choices, choices, offset=1, device=device)
+    base_T1 = torch.arange(tokens, device=device)[:, None] * choices
+    return base_T1 + one_p, base_T1 + other_p
 
 
 def _solve_in_turn(bank: ExpertBank, pieces: list[Piece], ridge: float, rounds: int = 2) -> Tensor:

@@ -13,6 +13,8 @@ class Saliency(ABC):
     name: ClassVar[str]
     paper: ClassVar[str] = ""
     needs: ClassVar[tuple[str, ...]] = ()
+    needs_visit: ClassVar[bool] = False
+    """Whether it tries things out on the layer's calibration inputs, so that it works layer after layer only."""
 
     @abstractmethod
     def score(self, facts: LayerFacts) -> Tensor:

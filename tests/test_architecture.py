@@ -33,7 +33,7 @@ evaluation
 recover
 methods
 recipe
-fit
+fit trial
 pipeline
 report bench
 api

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moepress.errors import MoepressError
-from moepress.models.layer import CompactSpec, MoELayer
+from moepress.models.layer import CompactSpec, MoELayer, Routing
 from moepress.models.walk import walk
 
 from . import zoo
@@ -143,7 +143,7 @@ def test_rows_compute_what_the_others_forbidden_compute(name: str) -> None:
     with ExitStack() as stack:
         for layer in native_layers:
             if layer.name in {other.name for other in able}:
-                stack.enter_context(layer.adapter.forbidding(layer.block, dropped))
+                stack.enter_context(layer.adapter.forbidding(layer.block, torch.tensor([dropped]), dropped))
         expected = logits_of(native, name)
     assert not torch.allclose(expected, logits_of(native, name), atol=1e-3)
     assert torch.allclose(logits_of(compact, name), expected, atol=1e-5)
@@ -242,7 +242,6 @@ def test_redirect_that_finds_nothing_to_map_is_an_error() -> None:
 
 def test_llama4_runs_a_merged_expert_once_for_each_choice() -> None:
     """Scores scale the input: two chosen experts that are one now must not be added up beforehand."""
-    from moepress.models.layer import Routing
 
     def model() -> tuple[Any, list[MoELayer]]:
         built, layers = build("llama4")
@@ -298,3 +297,26 @@ def test_gradients_are_those_of_the_duplicates(name: str) -> None:
             assert torch.allclose(parameter.grad, natives[key].grad, atol=1e-6), key
     bank_grads = [p.grad for key, p in compact.named_parameters() if "experts" in key and "shared" not in key]
     assert name == "jetmoe" or any(grad is not None and grad.abs().max() > 0 for grad in bank_grads)
+
+
+@pytest.mark.parametrize("name", [name for name in WORKING if name not in NO_ROWS])
+def test_routing_without_some_experts_is_that_of_the_layer_without_them(name: str) -> None:
+    native, layers = build(name)
+    compact, able = cut(name)
+    dropped = [e for e in range(E) if e not in KEPT]
+    batch = calibration(native, name)
+    smaller = {v.layer.name: next(v.batches()).routing for v in walk(compact, [batch], layers=able)}
+    for visit in walk(native, [batch], layers=layers):
+        if visit.layer.name not in smaller or visit.layer is not layers[0]:
+            continue  # behind the first layer the inputs differ
+        found, expected = visit.routing_without(0, dropped), smaller[visit.layer.name]
+        kept = torch.tensor([*KEPT, *range(E, E + 8)])  # fixed rows follow the experts
+        assert torch.allclose(dense(found, found.index_TK), dense(expected, kept[expected.index_TK]), atol=1e-5)
+        before = visit.observe(0)[0].routing  # and nothing is left of it
+        assert torch.equal(dense(before, before.index_TK), dense(visit.observe(0)[0].routing, before.index_TK))
+        assert torch.isin(before.index_TK[before.weight_TK != 0], torch.tensor(dropped)).any()
+
+
+def dense(routing: Routing, index_TK: Tensor) -> Tensor:
+    """Every expert's weight for every token: the order of a token's choices does not matter."""
+    return torch.zeros(len(index_TK), E + 8).scatter_add(1, index_TK.long(), routing.weight_TK.float())

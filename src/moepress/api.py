@@ -46,6 +46,7 @@ class Compressed:
             "after": self.after.to_dict(),
             "experts": {layer.name: [layer.experts, layer.physical] for layer in outcome.plan.layers},
             "worst_alignment_gap": max(outcome.gaps.values(), default=0.0),
+            "picked": outcome.picked,
             "alignments": dict(sorted(outcome.solved.items())),
             "seconds": {stage: round(seconds, 3) for stage, seconds in outcome.seconds.items()},
             "versions": {name: version(name) for name in ("torch", "transformers", "safetensors")}

@@ -6,7 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -18,12 +19,14 @@ from moepress.fit import average_experts, check_fit, parse_size, skipped_layers
 from moepress.merge import merge_layer, router_rows
 from moepress.models.find import find_layers
 from moepress.models.layer import CompactSpec, MoELayer
-from moepress.models.walk import CalibrationBatch, walk
+from moepress.models.visit import CalibrationBatch, LayerVisit
+from moepress.models.walk import walk
 from moepress.observe import Statistics
 from moepress.plan import LayerFacts, LayerPlan, Plan, Planner
 from moepress.progress import track
 from moepress.recipe import Recipe
 from moepress.refit import Refit
+from moepress.trial import attempt, split
 
 
 @dataclass
@@ -38,6 +41,8 @@ class Outcome:
     seconds: dict[str, float] = field(default_factory=dict)
     gaps: dict[str, float] = field(default_factory=dict)
     """Worst certified alignment gap by layer."""
+    picked: dict[str, str] = field(default_factory=dict)
+    """The saliency whose plan won, by layer, where several compete."""
     solved: Counter[str] = field(default_factory=Counter)
     """How many alignments were solved in which way."""
 
@@ -69,11 +74,14 @@ def press(
     if statistics is not None:
         check_statistics(statistics, layers, planner, recipe)
     outcome = Outcome(model, recipe, Plan(layers=()), statistics or Statistics(), {})
+    scores: dict[str, torch.Tensor] = {}
 
     if plan is None and statistics is None and not (recipe.sequential and planner.budget.one_count):
         with outcome.timed("observe"), in_dtype(model, calibration_dtype(recipe, model)):
             for visit in track(walk(model, batches(), layers=layers), "observe", len(layers)):
                 outcome.statistics.gather(visit, planner.needs)
+                if planner.saliency.needs_visit and visit.layer.name not in skipped:
+                    scores[visit.layer.name] = planner.score(facts_of(visit, outcome.statistics, recipe)[0])
 
     if recipe.align.reference == "first":
         with outcome.timed("align"):
@@ -81,7 +89,7 @@ def press(
                 align_to_first(layer, recipe, outcome)
 
     if recipe.sequential or refit.visits:
-        counts = {} if plan else planner.counts(facts_of(layers, outcome.statistics, recipe), skipped, average)
+        counts = {} if plan else planner.counts(facts_of(layers, outcome.statistics, recipe), skipped, average, scores)
         with outcome.timed("merge"), stored_dtypes(layers), in_dtype(model, calibration_dtype(recipe, model)):
             outcome.plan = rebuild_visited(layers, batches(), planner, counts, plan, refit, outcome)
         return outcome
@@ -111,14 +119,37 @@ def rebuild_visited(
         layer = visit.layer
         if plan is None and recipe.sequential:
             outcome.statistics.gather(visit, planner.needs)
-        facts = replace(facts_of([layer], outcome.statistics, recipe)[0], visit=visit)
-        made[layer.name] = plan.of(layer.name) if plan else planner.layer(facts, counts[layer.name])
-        if not made[layer.name].untouched:
-            whole = refit.remember(visit)
-            rebuild(layer, made[layer.name], recipe, outcome)
+        if plan is not None:
+            chosen, refitted = plan.of(layer.name), True
+        else:
+            facts = facts_of(visit, outcome.statistics, recipe)[0]
+            chosen, refitted = pick(visit, planner.candidates(facts, counts[layer.name]), refit, outcome)
+        made[layer.name] = chosen
+        if not chosen.untouched:
+            whole = refit.remember(visit) if refitted else {}
+            rebuild(layer, chosen, recipe, outcome)
             visit.changed()
-            refit.fit(visit, whole)
+            if refitted:
+                refit.fit(visit, whole)
     return Plan(layers=tuple(made[layer.name] for layer in layers))
+
+
+def pick(visit: LayerVisit, plans: dict[str, LayerPlan], refit: Refit, outcome: Outcome) -> tuple[LayerPlan, bool]:
+    """Of several plans the one that leaves the smallest error on held-out batches, and whether its refit helps there.
+    One plan alone is not tried."""
+    name, plan = next(iter(plans.items()))
+    refitted = True
+    if len(plans) > 1:
+        scratch = Outcome(outcome.model, outcome.recipe, outcome.plan, outcome.statistics, {})
+        fit, held = split(visit)
+        tried = {
+            name: attempt(visit, partial(rebuild, plan=plan, recipe=outcome.recipe, outcome=scratch), refit, fit, held)
+            for name, plan in plans.items()
+        }
+        name = min(tried, key=lambda name: tried[name].best)
+        plan, refitted = plans[name], tried[name].refitted <= tried[name].plain
+        outcome.picked[visit.layer.name] = name
+    return plan, refitted
 
 
 def check_statistics(statistics: Statistics, layers: list[MoELayer], planner: Planner, recipe: Recipe) -> None:
@@ -201,10 +232,13 @@ def planner_of(recipe: Recipe) -> Planner:
         router=recipe.router,
         member_weights=recipe.component("merge.operator").weights,
         multiple_of=recipe.multiple_of,
+        rivals=recipe.rivals(),
     )
 
 
-def facts_of(layers: list[MoELayer], statistics: Statistics, recipe: Recipe) -> list[LayerFacts]:
+def facts_of(layers: list[MoELayer] | LayerVisit, statistics: Statistics, recipe: Recipe) -> list[LayerFacts]:
+    """Of layers, or of the one that is being visited."""
+    visit, given = (layers, [layers.layer]) if isinstance(layers, LayerVisit) else (None, layers)
     return [
         LayerFacts(
             name=layer.name,
@@ -213,6 +247,7 @@ def facts_of(layers: list[MoELayer], statistics: Statistics, recipe: Recipe) -> 
             router=layer.router,
             statistics={name: s.sums for name, s in statistics.layers.get(layer.name, {}).items()},
             seed=recipe.seed,
+            visit=visit,
         )
-        for layer in layers
+        for layer in given
     ]

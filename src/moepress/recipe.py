@@ -44,6 +44,10 @@ class Section(BaseModel):
 
 class PlanSection(Section):
     saliency: Component = Field(default="frequency", description="how much each expert matters")
+    rivals: list[Component] = Field(
+        default_factory=list,
+        description="other saliencies: each proposes which experts go, and the one that leaves the smallest error wins",
+    )
     similarity: Component = Field(default="router-logits", description="which experts are alike")
     budget: Component = Field(default="adaptive", description="how many experts each layer keeps")
     grouping: Component = Field(default="dominant", description="which expert joins which group")
@@ -108,12 +112,17 @@ class Recipe(Section):
     def _components_exist(self) -> Recipe:
         for place in PLACES:
             self.component(place)
+        self.rivals()
         return self
 
     def component(self, place: str) -> Any:
         """The object that stands at a place such as `plan.saliency`."""
         section, _, field = place.partition(".")
         return create(PLACES[place], getattr(getattr(self, section), field), place)
+
+    def rivals(self) -> tuple[Any, ...]:
+        """The saliencies that compete with `plan.saliency`."""
+        return tuple(create(SALIENCIES, rival, "plan.rivals") for rival in self.plan.rivals)
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_yaml())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -79,8 +79,13 @@ class Adapter(ABC):
         """The redirect's (experts,) int64 buffer, original expert -> physical expert; None without a redirect."""
 
     @abstractmethod
-    def forbidding(self, block: nn.Module, experts: list[int]) -> AbstractContextManager[None]:
-        """Inside, the block's own router cannot choose these experts."""
+    def forbidding(self, block: nn.Module, forbidden_TN: Tensor, everywhere: list[int]) -> AbstractContextManager[None]:
+        """Inside, the router's scores of N experts of each token (or, given one row, of all) are -inf, and experts
+        that are forbidden `everywhere` have no selection bias either."""
+
+    def silent(self, block: nn.Module) -> AbstractContextManager[None]:
+        """Inside, the block may leave its experts out: only its routing is of interest."""
+        return nullcontext()
 
     @abstractmethod
     def observe(self, block: nn.Module, run: Callable[[], Any]) -> tuple[Any, Routing]:

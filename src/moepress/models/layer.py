@@ -102,6 +102,12 @@ class RouterView:
     fixed_experts: int = 0
     """Rows after the experts that stand for no weights (identity experts); they are always kept."""
 
+    @property
+    def selection_bias(self) -> bool:
+        """Whether something beside the scores decides on the choice."""
+        leaves = [name.rpartition(".")[2] for name in self.tensors]
+        return any("bias" in leaf and leaf != "bias" for leaf in leaves)
+
 
 @dataclass(frozen=True)
 class Routing:

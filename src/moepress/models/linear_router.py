@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +18,7 @@ from moepress.errors import MoepressError, UnsupportedModel
 from moepress.models.adapter import Adapter, Block, resized
 from moepress.models.layer import CompactSpec, RouterView, Routing
 from moepress.models.rules import rule_of
-from moepress.models.taps import after_forward, before_forward, linear_results
+from moepress.models.taps import after_forward, before_forward, linear_results, replaced
 from moepress.runtime.redirect import redirect_experts, redirect_of, redirect_router
 
 COUNT_ATTRIBUTES = (
@@ -40,6 +40,9 @@ FORBIDDEN = -1e9
 class LinearRouterAdapter(Adapter):
     watched: ClassVar[frozenset[str]] = frozenset({"hidden", "index", "weight", "logits"})
     """What must have been seen of a forward before its routing can be told."""
+    experts_take_routing = True
+    """Whether the experts are a module that is called with hidden states and routing and returns what is shaped like
+    the former."""
     index_from_router = False
     """Whether the experts are called with other indices than the router chose, even without a redirect."""
 
@@ -266,18 +269,20 @@ class LinearRouterAdapter(Adapter):
         return output, self.routing(block, seen)
 
     @contextmanager
-    def forbidding(self, block: Block, experts: list[int]) -> Iterator[None]:
+    def forbidding(self, block: Block, forbidden_TN: Tensor, everywhere: list[int]) -> Iterator[None]:
         biases = [t for name, t in self.router_tensors(block).items() if "bias" in name]
         before = [t.clone() for t in biases]
-        weight = self.scoring(block)[1]
-        with linear_results(self.router(block), tuple(weight.shape), forbidden=experts):
+        with linear_results(self.router(block), tuple(self.scoring(block)[1].shape), forbidden_TN):
             for bias in biases:
-                bias[experts] = FORBIDDEN
+                bias[everywhere] = FORBIDDEN
             try:
                 yield
             finally:
                 for bias, values in zip(biases, before, strict=True):
                     bias.copy_(values)
+
+    def silent(self, block: Block) -> AbstractContextManager[None]:
+        return replaced(self.experts(block), "forward", _silence) if self.experts_take_routing else nullcontext()
 
     def watch(self, block: Block, seen: dict[str, Tensor], stack: ExitStack) -> None:
         """Enter hooks on `stack` that put hidden (T, D), index (T, K) and weight (T, K) into `seen`. These suit
@@ -305,6 +310,10 @@ class LinearRouterAdapter(Adapter):
 
     def routing(self, block: Block, seen: dict[str, Tensor]) -> Routing:
         return Routing(seen["hidden"], seen["index"], seen["weight"], seen["logits"])
+
+
+def _silence(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+    return torch.zeros_like(hidden)
 
 
 def keep_rows(owner: Block, leaf: str, k: int, tail: int, axis: int = 0) -> None:

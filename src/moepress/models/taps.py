@@ -14,10 +14,10 @@ class LinearTap(TorchFunctionMode):
     """Keeps the result of the linear map with a weight of this shape. Many routers call `F.linear` on a weight of
     their own and then return something else (probabilities, capped logits, choices): no hook sees the raw scores."""
 
-    def __init__(self, shape: tuple[int, ...], forbidden: list[int] | None = None) -> None:
+    def __init__(self, shape: tuple[int, ...], forbidden_TN: Tensor | None = None) -> None:
         super().__init__()
         self.shape = shape
-        self.forbidden = forbidden
+        self.forbidden_TN = forbidden_TN
         self.result: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -26,8 +26,9 @@ class LinearTap(TorchFunctionMode):
         if func is nn.functional.linear:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             if tuple(weight.shape) == self.shape:
-                if self.forbidden:
-                    result[..., self.forbidden] = float("-inf")
+                if self.forbidden_TN is not None:
+                    scores_TE = result.view(-1, self.shape[0])
+                    scores_TE.scatter_(1, self.forbidden_TN.expand(len(scores_TE), -1), float("-inf"))
                 self.result = result.clone()  # some routers add noise to their scores in place
         return result
 
@@ -49,11 +50,11 @@ def replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def linear_results(
-    module: nn.Module, shape: tuple[int, ...], forbidden: list[int] | None = None
+    module: nn.Module, shape: tuple[int, ...], forbidden_TN: Tensor | None = None
 ) -> Iterator[LinearTap]:
-    """What the linear map with a weight of this shape yields inside of `module`; some of its columns can be set to
+    """What the linear map with a weight of this shape yields inside of `module`; N columns of each row can be set to
     -inf on the way."""
-    tap, forward = LinearTap(shape, forbidden), module.forward
+    tap, forward = LinearTap(shape, forbidden_TN), module.forward
 
     def tapped(*args: Any, **kwargs: Any) -> Any:
         with tap:

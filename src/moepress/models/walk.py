@@ -21,26 +21,9 @@ from torch import Tensor
 from moepress.errors import MoepressError, UnsupportedModel
 from moepress.models.find import find_layers
 from moepress.models.implementation import quickest_experts
-from moepress.models.layer import LayerBatch, MoELayer, Routing
-from moepress.models.taps import replaced
-
-
-@dataclass
-class CalibrationBatch:
-    """Arguments of one forward pass, and which tokens count, by stack ("encoder", "decoder")."""
-
-    inputs: dict[str, Tensor]
-    keep: dict[str, Tensor]
-    domain: str = ""
-
-
-@dataclass
-class _Stop:
-    """A batch waiting in front of a block."""
-
-    layer: MoELayer
-    args: tuple
-    kwargs: dict
+from moepress.models.layer import MoELayer
+from moepress.models.taps import before_forward, replaced
+from moepress.models.visit import CalibrationBatch, LayerVisit, Stop, first_of, present_forward, private
 
 
 class _EnoughSeen(BaseException):
@@ -52,114 +35,6 @@ class _After:
     """A batch waiting behind the module that adds the block's output to the residual stream."""
 
     output: Any
-
-
-class LayerVisit:
-    """One layer and the batches that wait in front of it."""
-
-    def __init__(
-        self,
-        layer: MoELayer,
-        forward: Callable[..., Any],
-        waiting: dict[int, _Stop],
-        batches: list[CalibrationBatch],
-    ) -> None:
-        self.layer = layer
-        self._forward = forward
-        self._waiting = waiting
-        self._batches = batches
-        self.outputs: dict[int, Any] = {}
-        self.drift: dict[int, Tensor] = {}
-        """With `reference`: by batch, how far (T, D) the residual stream behind this layer, whole as it still is, lies
-        from the original model's, in units of the block's output. What the block would have to add to make up for
-        every change in earlier layers."""
-        self.stream_norm: dict[int, Tensor] = {}
-        """With `reference`: by batch, the norm (T,) of the original model's residual stream behind this layer."""
-        self._seen: dict[int, tuple[LayerBatch, Any]] | None = None
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def batches(self) -> Iterator[LayerBatch]:
-        """Run the layer on each waiting batch and show what its router decided. May be called more than once."""
-        for i in self._waiting:
-            yield self.observe(i)[0]
-
-    def batches_with_output(self) -> Iterator[tuple[LayerBatch, Tensor]]:
-        """The same with the block's output (T, D), flattened like the tokens."""
-        for i in self._waiting:
-            batch, output = self.observe(i)
-            yield batch, _first(output).reshape(batch.keep_T.numel(), -1)  # some blocks flatten their output altogether
-
-    def domain(self, i: int) -> str:
-        return self._batches[i].domain
-
-    def tokens(self, i: int) -> int:
-        return int(self._batches[i].keep[self.layer.stack].sum())
-
-    def remember(self) -> None:
-        """Keep what is observed, which is then computed once only, until the layer has `changed`."""
-        self._seen = {}
-
-    def changed(self) -> None:
-        """Whoever gives the layer other weights says so."""
-        if self._seen is not None:
-            self._seen.clear()
-
-    def run(self, i: int) -> Any:
-        """The block's output on one waiting batch."""
-        stop = self._waiting[i]
-        return self._forward(*_private(stop.args), **_private(stop.kwargs))
-
-    def output(self, i: int) -> Tensor:
-        """The same (T, D), flattened like the tokens."""
-        output = _first(self.run(i))
-        return output.reshape(self._batches[i].keep[self.layer.stack].numel(), -1)
-
-    def observe(self, i: int) -> tuple[LayerBatch, Any]:
-        """One waiting batch as the layer sees it, and the block's output as the block returned it."""
-        if self._seen is not None and i in self._seen:
-            return self._seen[i]
-        batch, output = self._observe(i)
-        self.outputs[i] = output
-        if self._seen is not None:
-            self._seen[i] = batch, output
-        return batch, output
-
-    def routing_without(self, i: int, experts: list[int]) -> Routing:
-        """What the model's own router decides on one batch when it may not choose some experts."""
-        with self.layer.adapter.forbidding(self.layer.block, experts):
-            routing = self._observe(i)[0].routing
-        forbidden = torch.isin(routing.index_TK, torch.tensor(experts, device=routing.index_TK.device))
-        if bool((forbidden & (routing.weight_TK != 0)).any()):
-            raise UnsupportedModel(f"layer {self.layer.name!r}: its router chooses experts that it may not choose")
-        return routing
-
-    @torch.no_grad()
-    def _observe(self, i: int) -> tuple[LayerBatch, Any]:
-        output, routing = self.layer.adapter.observe(self.layer.block, lambda: self.run(i))
-        keep_T = self._batches[i].keep[self.layer.stack].reshape(-1).to(routing.hidden_TD.device)
-        if keep_T.numel() != routing.hidden_TD.shape[0]:
-            raise UnsupportedModel(
-                f"layer {self.layer.name!r} saw {routing.hidden_TD.shape[0]} tokens of a batch with {keep_T.numel()}"
-            )
-        return LayerBatch(routing, keep_T, self._batches[i].domain), output
-
-
-def _private(arguments: Any) -> Any:
-    """A block may change its input in place (jitter, DSA masks); the waiting batch must keep its own."""
-    if isinstance(arguments, dict):
-        return {name: _private(value) for name, value in arguments.items()}
-    if isinstance(arguments, tuple):
-        return tuple(_private(value) for value in arguments)
-    return arguments.clone() if isinstance(arguments, Tensor) and arguments.is_floating_point() else arguments
-
-
-def present_forward(block: torch.nn.Module) -> Callable[..., Any]:
-    """The block's forward as it is when called: a compact layer may be of another class than the one it replaces."""
-    if "forward" in block.__dict__:  # accelerate patches instances
-        return block.forward
-    return lambda *args, **kwargs: type(block).forward(block, *args, **kwargs)
 
 
 @contextmanager
@@ -224,7 +99,7 @@ def walk(
         def forward(*args: Any, **kwargs: Any) -> Any:
             if id(layer.block) in done:  # a block that is shared between positions is stopped at once only
                 return run(*args, **kwargs)
-            answer = main.switch(_Stop(layer, args, kwargs))
+            answer = main.switch(Stop(layer, args, kwargs))
             if answer is _EnoughSeen:
                 raise _EnoughSeen
             return run(*args, **kwargs) if answer is None else answer[0]
@@ -232,8 +107,10 @@ def walk(
         return forward
 
     runners = [greenlet(forward_until_enough) for _ in batches]
+    streams: dict[int, dict[int, Tensor]] = {}
     with evaluating(model), without_cache(model), quickest_experts(model), ExitStack() as undo:
         for layer in layers:
+            streams[id(layer.block)] = undo.enter_context(_stream_norms(model, layer, runners))
             undo.enter_context(replaced(layer.block, "forward", stopping_forward(layer, forwards[id(layer.block)])))
         undo.callback(_end, runners)
         waiting = {
@@ -245,6 +122,7 @@ def walk(
             if astray := [i for i, stop in waiting.items() if stop is None or stop.layer is not layer]:
                 raise UnsupportedModel(f"batch {astray[0]} did not reach layer {layer.name!r} together with the others")
             visit = LayerVisit(layer, forwards[id(layer.block)], waiting, batches)
+            visit.stream_norm = streams[id(layer.block)]
             yield visit
             done.add(id(layer.block))
             last = len(done) == len(by_block)
@@ -275,7 +153,7 @@ def _walk_with_reference(
         def forward(*args: Any, **kwargs: Any) -> Any:
             if id(layer.block) in done:
                 return forwards[id(layer.block)](*args, **kwargs)
-            answer = main.switch(_Stop(layer, args, kwargs))
+            answer = main.switch(Stop(layer, args, kwargs))
             if answer is _EnoughSeen:
                 raise _EnoughSeen
             return answer
@@ -313,11 +191,11 @@ def _walk_with_reference(
             visit = LayerVisit(layer, run, dict(enumerate(stops[:count])), batches)
             visit.remember()
             before = [visit.observe(i)[1] for i in range(count)]
-            before += [run(*_private(stop.args), **_private(stop.kwargs)) for stop in stops[count:]]
-            kick = _kick(_first(before[-1]))
-            before[-1] = _with_first(before[-1], _first(before[-1]) + kick)
+            before += [run(*private(stop.args), **private(stop.kwargs)) for stop in stops[count:]]
+            kick = _kick(first_of(before[-1]))
+            before[-1] = _withfirst_of(before[-1], first_of(before[-1]) + kick)
             outputs = [r.switch(y).output for r, y in zip(runners, before, strict=True)]
-            behind = [_first(output) for output in outputs]
+            behind = [first_of(output) for output in outputs]
             strength = _strength(layer, behind[-1] - behind[count][:1], kick)
             for i in range(count):
                 width = behind[i].shape[-1]
@@ -328,15 +206,34 @@ def _walk_with_reference(
             answers = []
             visit.changed()
             for i in range(count):
-                change = _first(visit.run(i)) - _first(before[i])
+                change = first_of(visit.run(i)) - first_of(before[i])
                 answers.append(behind[i] + strength * change.reshape(behind[i].shape))
             answers += [*behind[count:-1], behind[count][:1]]
-            answers = [_with_first(output, first) for output, first in zip(outputs, answers, strict=True)]
+            answers = [_withfirst_of(output, first) for output, first in zip(outputs, answers, strict=True)]
             del before, visit, outputs
             last = len(done) == len(layers)
             stops = [r.switch(_EnoughSeen if last else a) for r, a in zip(runners, answers, strict=True)]
         if unreached := [layer.name for layer in layers if id(layer.block) not in done]:
             raise MoepressError(f"the calibration text never reached layer {unreached[0]!r}")
+
+
+@contextmanager
+def _stream_norms(model: torch.nn.Module, layer: MoELayer, runners: list[greenlet]) -> Iterator[dict[int, Tensor]]:
+    """By batch, the norm (T,) of what enters the decoder layer, once it has."""
+    norms: dict[int, Tensor] = {}
+
+    def entered(args: tuple, kwargs: dict) -> None:
+        stream = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()), None)
+        if stream is not None:
+            norms[runners.index(greenlet.getcurrent())] = stream.float().norm(dim=-1).reshape(-1)
+
+    try:
+        host = host_of(model, layer)
+    except UnsupportedModel:
+        yield norms
+        return
+    with before_forward(host, entered):
+        yield norms
 
 
 def host_of(model: torch.nn.Module, layer: MoELayer) -> torch.nn.Module:
@@ -363,11 +260,7 @@ def _kick(output: Tensor) -> Tensor:
     return draw.to(output.device, output.dtype) * output.std()
 
 
-def _first(output: Any) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output
-
-
-def _with_first(output: Any, first: Tensor) -> Any:
+def _withfirst_of(output: Any, first: Tensor) -> Any:
     return (first, *output[1:]) if isinstance(output, tuple) else first
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moepress.errors import MoepressError
 from moepress.models.layer import MoELayer
-from moepress.models.walk import LayerVisit
+from moepress.models.visit import LayerVisit
 from moepress.observe.statistic import STATISTICS, LayerShape, Statistic
 
 FORMAT_VERSION = 1

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moepress.models.layer import ExpertBank, RouterView
-from moepress.models.walk import LayerVisit
+from moepress.models.visit import LayerVisit
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,18 @@ class Planner:
     member_weights: Callable[[list[float]], list[float]]
     """Usage of a group's members -> what each counts in the merge."""
     multiple_of: int = 1
+    rivals: tuple[Saliency, ...] = ()
+    """Other saliencies, each of which is asked for a plan as well."""
+
+    @property
+    def saliencies(self) -> tuple[Saliency, ...]:
+        return (self.saliency, *self.rivals)
 
     @property
     def needs(self) -> tuple[str, ...]:
         """Statistics that must be gathered; usage always, since the weights of a merge come from it."""
-        named = ("usage", *self.saliency.needs, *self.similarity.needs, *self.grouping.needs)
+        scored = (name for saliency in self.saliencies for name in saliency.needs)
+        named = ("usage", *scored, *self.similarity.needs, *self.grouping.needs)
         return tuple(dict.fromkeys(named))
 
     def limits(self, facts: LayerFacts) -> Limits:
@@ -50,11 +57,17 @@ class Planner:
         counts = self.counts(layers, skipped, average)
         return Plan(layers=tuple(self.layer(facts, counts[facts.name]) for facts in layers))
 
-    def counts(self, layers: list[LayerFacts], skipped: set[str], average: float) -> dict[str, int]:
-        """How many experts each layer keeps, all of them where it is skipped."""
+    def counts(
+        self, layers: list[LayerFacts], skipped: set[str], average: float, scores: dict[str, torch.Tensor] | None = None
+    ) -> dict[str, int]:
+        """How many experts each layer keeps, all of them where it is skipped. `scores` are those that could be made
+        only while the layers were visited."""
         if self.budget.one_count:  # asks no scores
             return self.check(layers, skipped, average)
-        return self._shared_out(layers, skipped, average, self._score)
+        known = scores or {}
+        return self._shared_out(
+            layers, skipped, average, lambda facts: known[facts.name] if facts.name in known else self.score(facts)
+        )
 
     def check(self, layers: list[LayerFacts], skipped: set[str], average: float) -> dict[str, int]:
         """Raise now, without statistics, what `make` would raise about counts. The counts that are returned have the
@@ -72,17 +85,30 @@ class Planner:
         whole = {facts.name: facts.experts for facts in layers}
         return whole | {facts.name: count for facts, count in zip(chosen, made, strict=True)}
 
-    def _score(self, facts: LayerFacts) -> torch.Tensor:
-        score_E = self.saliency.score(facts).double()
+    def score(self, facts: LayerFacts, saliency: Saliency | None = None) -> torch.Tensor:
+        """(E,) of one layer; of those that stay if less than `facts.keep` is out of the question."""
+        saliency = saliency or self.saliency
+        if facts.keep is None:
+            facts = replace(facts, keep=self.limits(facts).least)
+        score_E = saliency.score(facts).double()
         if not torch.isfinite(score_E).all():
-            raise MoepressError(f"layer {facts.name!r}: the saliency {self.saliency.name!r} is not finite")
+            raise MoepressError(f"layer {facts.name!r}: the saliency {saliency.name!r} is not finite")
         return score_E
 
-    def layer(self, facts: LayerFacts, count: int) -> LayerPlan:
+    def candidates(self, facts: LayerFacts, count: int) -> dict[str, LayerPlan]:
+        """One layer's plans by the saliency that proposed them, equal ones once."""
+        plans: dict[str, LayerPlan] = {}
+        for saliency in self.saliencies:
+            plan = self.layer(facts, count, saliency)
+            if plan not in plans.values():
+                plans[saliency.name] = plan
+        return plans
+
+    def layer(self, facts: LayerFacts, count: int, saliency: Saliency | None = None) -> LayerPlan:
         """One layer's plan, once it is known how many experts it keeps."""
         if count == facts.experts:
             return LayerPlan.keep_all(facts.name, facts.experts)
-        score_E = self._score(replace(facts, keep=count))
+        score_E = self.score(replace(facts, keep=count), saliency)
         router_groups = facts.router.groups if self.router != "redirect" else 1
         leaders = strongest(score_E, count, router_groups)
         members = self.grouping.groups(score_E, self.similarity.matrix(facts), leaders)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from moepress.models.walk import LayerVisit
+from moepress.models.visit import LayerVisit
 from moepress.registry import Registry
 
 

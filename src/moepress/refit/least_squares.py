@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moepress.errors import MoepressError
 from moepress.models.layer import ExpertBank, LayerBatch
-from moepress.models.walk import LayerVisit
+from moepress.models.visit import LayerVisit
 from moepress.refit.base import REFITS, Refit
 
 
@@ -46,21 +46,19 @@ class LeastSquares(Refit):
         return self.target == "original"
 
     def remember(self, visit: LayerVisit) -> dict[int, Tensor]:
-        return {i: output_TD for i, (_, output_TD) in enumerate(visit.batches_with_output())}
+        return dict(zip(visit.numbers, (output_TD for _, output_TD in visit.batches_with_output()), strict=True))
 
     @torch.no_grad()
     def fit(self, visit: LayerVisit, whole: dict[int, Tensor]) -> None:
         layer = visit.layer
         bank = layer.bank
-        pieces, scale = [], None
-        for i, (batch, output_TD) in enumerate(visit.batches_with_output()):
+        pieces = []
+        for i, (batch, output_TD) in zip(visit.numbers, visit.batches_with_output(), strict=True):
             missing_TD = whole.pop(i) - output_TD
-            weight_T = torch.ones(len(missing_TD), device=missing_TD.device)
             if i in visit.drift:
                 missing_TD = missing_TD + visit.drift[i]
-                weight_T = visit.stream_norm[i].clamp_min(1e-6) ** -self.relative
-            scale = block_strength(visit, batch, bank) if scale is None else scale
-            pieces.append(Piece(batch, missing_TD.float() / scale, weight_T.float()))
+            weight_T = visit.token_weight(i, self.relative).to(missing_TD.device).sqrt()
+            pieces.append(Piece(batch, missing_TD.float() / visit.strength, weight_T))
         mean = torch.cat([p.weight_T[p.batch.keep_T] for p in pieces]).square().mean().sqrt()
         for piece in pieces:
             piece.weight_T /= mean
@@ -97,30 +95,6 @@ class Piece:
     @property
     def weighted_missing_TD(self) -> Tensor:
         return self.missing_TD * self.weight_T[:, None]
-
-
-def block_strength(visit: LayerVisit, batch: LayerBatch, bank: ExpertBank) -> float:
-    """What the block multiplies its experts' output with (1 in most families), measured by doubling the experts."""
-    layer, routing = visit.layer, batch.routing
-    experts_TD = torch.zeros_like(routing.hidden_TD, dtype=torch.float32)
-    for e in range(bank.num_experts):
-        token_n, x_nD, gate_n = routing.calls(e)
-        y_nD = bank.output(e, x_nD.to(bank.up_EFD.dtype)).float()
-        experts_TD.index_add_(0, token_n, y_nD * gate_n[:, None].float())
-    once = visit.output(0)
-    kept = {name: tensor.clone() for name, tensor in bank.tensors().items()}
-    doubled = bank.map(lambda name, t: t * 2 if name.startswith("down") else t)
-    layer.adapter.write_bank(layer.block, doubled)
-    twice = visit.output(0)
-    layer.adapter.write_bank(layer.block, bank.map(lambda name, _: kept[name]))
-    change = (twice - once).float()[batch.keep_T]
-    experts_TD = experts_TD[batch.keep_T]
-    strength = float((change * experts_TD).sum() / experts_TD.square().sum().clamp_min(1e-30))
-    if strength == 0 or float((change - strength * experts_TD).norm() / (strength * experts_TD.norm())) > 0.02:
-        raise MoepressError(
-            f"layer {layer.name!r}: its output is not linear in its experts; least squares cannot be used"
-        )
-    return float(f"{strength:.4g}")
 
 
 def _solve_together(bank: ExpertBank, pieces: list[Piece], ridge: float) -> Tensor:

@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moepress.models.walk import LayerVisit
+from moepress.models.visit import LayerVisit
 from moepress.refit.base import REFITS, Refit
 
 

@@ -15,6 +15,7 @@ from moepress.runtime.redirect import add_map
 
 class AriaAdapter(LinearRouterAdapter):
     name = "aria"
+    experts_take_routing = False
 
     def matches(self, block: Block) -> bool:
         experts = getattr(block, "experts", None)

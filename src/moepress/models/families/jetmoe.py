@@ -17,6 +17,7 @@ from moepress.runtime.redirect import add_map
 
 class JetMoeAdapter(LinearRouterAdapter):
     name = "jetmoe"
+    experts_take_routing = False
     vanilla = False
     """The attention experts are counted by the same number of the config."""
 

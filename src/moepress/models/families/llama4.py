@@ -17,6 +17,7 @@ from moepress.runtime.redirect import add_map
 
 class Llama4Adapter(FusedAdapter):
     name = "llama4"
+    experts_take_routing = False
 
     def layout(self, experts: Block) -> Layout | None:
         return Layout(transposed=True) if type(experts).__name__ == "Llama4TextExperts" else None

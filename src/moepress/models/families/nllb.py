@@ -16,6 +16,7 @@ from moepress.runtime.redirect import add_map
 
 class NllbAdapter(ModuleDictAdapter):
     name = "nllb-moe"
+    experts_take_routing = False
     first, second = "fc1", "fc2"
     watched = frozenset({"hidden", "gate", "logits"})
 
@@ -67,5 +68,7 @@ class NllbAdapter(ModuleDictAdapter):
         first_T = logits_TE.softmax(dim=-1, dtype=block.router.dtype).to(dtype).argmax(dim=-1, keepdim=True)
         second_T = logits_TE.scatter(1, first_T, float("-inf")).argmax(dim=-1, keepdim=True)
         index_TK = torch.cat([first_T, second_T], dim=1)
+        served = gate_TE.topk(2, dim=-1)
+        index_TK = torch.where((served.values > 0).all(dim=-1, keepdim=True), served.indices, index_TK)
         weight_TK = gate_TE.gather(1, index_TK) * (1 - block.experts.moe_token_dropout)
         return Routing(seen["hidden"], index_TK, weight_TK, logits_TE)

@@ -17,6 +17,7 @@ from moepress.runtime.redirect import add_map
 
 class SwitchAdapter(ModuleDictAdapter):
     name = "switch"
+    experts_take_routing = False
     first, second = "wi", "wo"
     watched = frozenset({"hidden", "weight", "logits"})
 

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from moepress.errors import MoepressError
 from moepress.plan.budget.base import BUDGETS, Budget, Limits, check_average
+from moepress.plan.budget.overall import share_out
 
 
 @BUDGETS.register("adaptive")
@@ -18,14 +19,8 @@ class Adaptive(Budget):
         check_average(average, limits)
         if any(limit.step > 1 for limit in limits):
             raise MoepressError("an adaptive budget cannot keep to multiples; use plan.budget=uniform")
-        counts = [limit.least for limit in limits]
-        rest: list[tuple[float, int, int]] = []
-        for layer, (score_E, limit) in enumerate(zip(scores, limits, strict=True)):
+        shares = []
+        for score_E in scores:
             share_E = score_E.double() / score_E.double().sum().clamp_min(1e-300)
-            ranked = sorted(share_E.tolist(), reverse=True)
-            ranked[0] = 1.0
-            rest += [(-share, layer, rank) for rank, share in enumerate(ranked[: limit.most]) if rank >= limit.least]
-        free = int(average * len(limits) + 1e-9) - sum(counts)  # downwards: a size that was asked for is not exceeded
-        for _, layer, _ in sorted(rest)[:free]:
-            counts[layer] += 1
-        return counts
+            shares.append([1.0, *sorted(share_E.tolist(), reverse=True)[1:]])
+        return share_out(shares, average, limits)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moepress.errors import MoepressError
 from moepress.models.layer import ExpertBank, LayerBatch, Routing
-from moepress.models.walk import LayerVisit
+from moepress.models.visit import LayerVisit
 from moepress.plan.facts import LayerFacts
 from moepress.plan.saliency.base import SALIENCIES, Saliency
 
@@ -21,14 +21,17 @@ from moepress.plan.saliency.base import SALIENCIES, Saliency
 @dataclass(frozen=True)
 class Elimination(Saliency):
     """In what order experts can go, found by trying on a sample of the calibration tokens: the model's own router
-    routes without each of them, and those go first without which the layer's output stays nearest to the whole one."""
+    routes without each of them, and those go first without which the layer's output stays nearest to the whole one.
+    The score is the growth of the squared error relative to the residual stream: it can be compared between layers."""
 
     tokens: int = 8192
-    """Sampled; as whole batches, from all domains alike."""
+    """Sampled, from all domains alike."""
     rounds: int = 8
     """Experts that must go are taken away in so many steps."""
+    width: int = 128
+    """Outputs are compared in a random projection to so many numbers."""
     relative: float = 0.5
-    """Tokens count as 1 / ‖residual stream‖^(2·relative), where the stream is known."""
+    """How much a token's residual stream divides its error, see `LayerVisit.token_weight`."""
 
     needs_visit = True
 
@@ -36,19 +39,25 @@ class Elimination(Saliency):
         visit, keep = facts.visit, facts.keep
         if visit is None or keep is None:
             raise MoepressError(f"layer {facts.name!r}: elimination tries experts out and needs calibration inputs")
-        samples = [Sample.of(visit, i, self.relative) for i in sampled_batches(visit, self.tokens)]
+        said = Projected(visit.layer.bank, self.width)
+        batches = sampled_batches(visit, self.tokens)
+        samples = [Sample.of(visit, i, said, self.relative, -(-self.tokens // len(batches))) for i in batches]
+        damage = by_expert if facts.router.selection_bias else by_choice
         gone: list[int] = []
         excess = facts.experts - keep
         step = -(-excess // self.rounds)
-        step = -(-step // facts.router.groups) * facts.router.groups
-        while len(gone) < excess:
-            damage_E = sum((sample.damage(visit, gone) for sample in samples), torch.zeros(facts.experts))
-            gone += weakest(damage_E, min(step, excess - len(gone)), gone, facts.router.groups)
-        # What stays is ranked by what it would cost to lose it next, and above all that went.
-        damage_E = sum((sample.damage(visit, gone) for sample in samples), torch.zeros(facts.experts))
-        score_E = damage_E.double() - damage_E.min() + len(gone) + 1
-        score_E[gone] = torch.arange(len(gone), dtype=torch.float64)
-        return score_E
+        score_E = torch.zeros(facts.experts, dtype=torch.float64)
+        level = 0.0
+        while True:
+            damage_E = torch.stack([damage(visit, sample, gone) for sample in samples]).sum(0)
+            # Who goes later is missed more, also where taking others away has made an expert dispensable.
+            left = [e for e in range(facts.experts) if e not in gone]
+            score_E[left] = damage_E[left].clamp_min(0) + level
+            if len(gone) >= excess:
+                return score_E
+            chosen = weakest(damage_E, min(step, excess - len(gone)), gone, facts.router.groups)
+            level = float(score_E[chosen].max())
+            gone += chosen
 
 
 def weakest(damage_E: Tensor, count: int, gone: list[int], router_groups: int) -> list[int]:
@@ -80,57 +89,87 @@ def sampled_batches(visit: LayerVisit, tokens: int) -> list[int]:
 
 @dataclass
 class Sample:
-    """One batch with what every expert would say to each of its tokens."""
+    """Some tokens of a batch, with what every expert would say to each of them."""
 
     batch: int
+    row_N: Tensor
     weight_N: Tensor
-    """How much each token counts; 0 on padding."""
     target_NP: Tensor
     said_ENP: Tensor
 
     @classmethod
-    def of(cls, visit: LayerVisit, i: int, relative: float) -> Sample:
+    def of(cls, visit: LayerVisit, i: int, said: Projected, relative: float, tokens: int) -> Sample:
         seen: LayerBatch = visit.observe(i)[0]
-        bank = visit.layer.bank
-        said_ENP = outputs(bank, seen.routing)
-        weight_N = seen.keep_T.float()
-        target_NP = combined(seen.routing, said_ENP)
+        real_N = torch.where(seen.keep_T)[0]
+        row_N = real_N[torch.linspace(0, len(real_N) - 1, min(tokens, len(real_N))).long().to(real_N.device)]
+        weight_N = visit.token_weight(i, relative).to(row_N.device)[row_N] * (len(real_N) / len(row_N))
+        said_ENP = said.outputs(seen.routing.hidden_TD[row_N])
+        sample = cls(i, row_N, weight_N, said_ENP[0], said_ENP)
+        sample.target_NP = sample.combined(seen.routing)
         if i in visit.drift:
-            target_NP = target_NP + visit.drift[i].float()
-            weight_N = weight_N * visit.stream_norm[i].float().clamp_min(1e-6) ** (-2 * relative)
-        return cls(i, weight_N, target_NP, said_ENP)
+            sample.target_NP += said.project(visit.drift[i][row_N].float() / visit.strength)
+        return sample
 
-    def damage(self, visit: LayerVisit, gone: list[int]) -> Tensor:
-        """(E,) by how much the weighted squared error grows when one more expert goes."""
-        experts = len(self.said_ENP)
-        now = visit.routing_without(self.batch, gone) if gone else visit.observe(self.batch)[0].routing
-        error_N = (self.target_NP - combined(now, self.said_ENP)).square().sum(-1)
-        damage_E = torch.zeros(experts)
-        for e in range(experts):
-            if e in gone:
-                continue
-            hit_N = ((now.index_TK == e) & (now.weight_TK != 0)).any(dim=1)
-            if not bool(hit_N.any()):
-                continue
-            without = visit.routing_without(self.batch, [*gone, e])
-            said_nP = combined(without, self.said_ENP, hit_N)
-            after_n = (self.target_NP[hit_N] - said_nP).square().sum(-1)
-            damage_E[e] = float((self.weight_N[hit_N] * (after_n - error_N[hit_N])).sum())
-        return damage_E
+    def choice(self, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Chosen experts and their weights, (N, K) each; 0 for what is no expert of this layer."""
+        index_NK, weight_NK = routing.index_TK[self.row_N], routing.weight_TK[self.row_N].float()
+        return index_NK.clamp(max=len(self.said_ENP) - 1), weight_NK * (index_NK < len(self.said_ENP))
 
+    def combined(self, routing: Routing) -> Tensor:
+        """What the chosen experts say together: (N, P)."""
+        index_NK, weight_NK = self.choice(routing)
+        token_N = torch.arange(len(index_NK), device=index_NK.device)
+        total_NP = self.said_ENP.new_zeros(self.said_ENP.shape[1:])
+        for index_N, weight_N in zip(index_NK.T, weight_NK.T, strict=True):
+            total_NP += self.said_ENP[index_N, token_N] * weight_N[:, None]
+        return total_NP
 
-def outputs(bank: ExpertBank, routing: Routing) -> Tensor:
-    return torch.stack([bank.output(e, routing.hidden_TD).float() for e in range(bank.num_experts)])
+    def error(self, routing: Routing) -> Tensor:
+        """(N,) the weighted squared error of each token's output."""
+        return self.weight_N * (self.target_NP - self.combined(routing)).square().sum(-1)
 
 
-def combined(routing: Routing, said_ENP: Tensor, rows_N: Tensor | None = None) -> Tensor:
-    """What the chosen experts say together."""
-    index_NK, weight_NK = routing.index_TK, routing.weight_TK.float()
-    token_N = torch.arange(len(index_NK), device=index_NK.device)
-    if rows_N is not None:
-        index_NK, weight_NK, token_N = index_NK[rows_N], weight_NK[rows_N], token_N[rows_N]
-    total_NP = said_ENP.new_zeros(len(index_NK), said_ENP.shape[-1])
-    for index_N, weight_N in zip(index_NK.T, weight_NK.T, strict=True):
-        served_N = index_N < len(said_ENP)
-        total_NP += said_ENP[index_N.clamp(max=len(said_ENP) - 1), token_N] * (weight_N * served_N)[:, None]
-    return total_NP
+def present(visit: LayerVisit, sample: Sample, gone: list[int]) -> Routing:
+    return visit.routing_without(sample.batch, gone) if gone else visit.observe(sample.batch)[0].routing
+
+
+def by_choice(visit: LayerVisit, sample: Sample, gone: list[int]) -> Tensor:
+    """(E,) by how much the error grows when one more expert goes. As many routings as a token has choices: in each,
+    every token does without one of its own."""
+    now = present(visit, sample, gone)
+    error_N, (index_NK, weight_NK) = sample.error(now), sample.choice(now)
+    damage_E = torch.zeros(len(sample.said_ENP), dtype=torch.float64, device=error_N.device)
+    for k in range(index_NK.shape[1]):
+        each_T = now.index_TK[:, k].clamp(max=len(damage_E) - 1)
+        growth_N = sample.error(visit.routing_without(sample.batch, gone, each_T)) - error_N
+        damage_E.index_add_(0, index_NK[:, k], growth_N.double() * (weight_NK[:, k] != 0))
+    return damage_E.cpu()
+
+
+def by_expert(visit: LayerVisit, sample: Sample, gone: list[int]) -> Tensor:
+    """The same with a routing for each expert, where a selection bias could overrule a forbidden choice."""
+    now = present(visit, sample, gone)
+    error_N, (index_NK, weight_NK) = sample.error(now), sample.choice(now)
+    damage_E = torch.zeros(len(sample.said_ENP), dtype=torch.float64)
+    for e in torch.unique(index_NK[weight_NK != 0]).tolist():
+        without = visit.routing_without(sample.batch, [*gone, e])
+        damage_E[e] = float((sample.error(without) - error_N).double().sum())
+    return damage_E
+
+
+class Projected:
+    """A layer's experts, whose outputs are shortened by a random projection that leaves distances about the same."""
+
+    def __init__(self, bank: ExpertBank, width: int) -> None:
+        full = bank.down_EDF.shape[1]
+        self.bank, self.map_DP = bank, None
+        if full > width:
+            draw_DP = torch.randn(full, width, generator=torch.Generator().manual_seed(0)) / width**0.5
+            self.map_DP = draw_DP.to(bank.down_EDF.device)
+
+    def project(self, x_TD: Tensor) -> Tensor:
+        return x_TD if self.map_DP is None else x_TD @ self.map_DP
+
+    def outputs(self, x_ND: Tensor) -> Tensor:
+        x_ND = x_ND.to(self.bank.up_EFD.dtype)
+        return torch.stack([self.project(self.bank.output(e, x_ND).float()) for e in range(self.bank.num_experts)])

@@ -1,0 +1,39 @@
+"""How a block combines its experts: measured, since configs say it in many ways."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from moepress.errors import MoepressError
+
+if TYPE_CHECKING:
+    from moepress.models.visit import LayerVisit
+
+
+@torch.no_grad()
+def experts_strength(visit: LayerVisit) -> float:
+    """What the block multiplies its experts' output with (1 in most families), measured by doubling the experts."""
+    layer, first = visit.layer, visit.numbers[0]
+    batch, bank = visit.observe(first)[0], layer.bank
+    routing = batch.routing
+    experts_TD = torch.zeros_like(routing.hidden_TD, dtype=torch.float32)
+    for e in range(bank.num_experts):
+        token_n, x_nD, gate_n = routing.calls(e)
+        y_nD = bank.output(e, x_nD.to(bank.up_EFD.dtype)).float()
+        experts_TD.index_add_(0, token_n, y_nD * gate_n[:, None].float())
+    once = visit.output(first)
+    kept = {name: tensor.clone() for name, tensor in bank.tensors().items()}
+    doubled = bank.map(lambda name, t: t * 2 if name.startswith("down") else t)
+    layer.adapter.write_bank(layer.block, doubled)
+    twice = visit.output(first)
+    layer.adapter.write_bank(layer.block, bank.map(lambda name, _: kept[name]))
+    change = (twice - once).float()[batch.keep_T]
+    experts_TD = experts_TD[batch.keep_T]
+    strength = float((change * experts_TD).sum() / experts_TD.square().sum().clamp_min(1e-30))
+    if strength == 0 or float((change - strength * experts_TD).norm() / (strength * experts_TD.norm())) > 0.02:
+        raise MoepressError(
+            f"layer {layer.name!r}: its output is not linear in its experts; least squares cannot be used"
+        )
+    return float(f"{strength:.4g}")

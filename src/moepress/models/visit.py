@@ -1,0 +1,188 @@
+"""One layer and the calibration batches that wait in front of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moepress.errors import UnsupportedModel
+from moepress.models.layer import LayerBatch, MoELayer, Routing
+from moepress.models.strength import experts_strength
+
+
+@dataclass
+class CalibrationBatch:
+    """Arguments of one forward pass, and which tokens count, by stack ("encoder", "decoder")."""
+
+    inputs: dict[str, Tensor]
+    keep: dict[str, Tensor]
+    domain: str = ""
+
+
+@dataclass
+class Stop:
+    """A batch waiting in front of a block."""
+
+    layer: MoELayer
+    args: tuple
+    kwargs: dict
+
+
+class LayerVisit:
+    """One layer and the batches that wait in front of it."""
+
+    def __init__(
+        self,
+        layer: MoELayer,
+        forward: Callable[..., Any],
+        waiting: dict[int, Stop],
+        batches: list[CalibrationBatch],
+    ) -> None:
+        self.layer = layer
+        self._forward = forward
+        self._waiting = waiting
+        self._batches = batches
+        self.outputs: dict[int, Any] = {}
+        self.drift: dict[int, Tensor] = {}
+        """With `reference`: by batch, how far (T, D) the residual stream behind this layer, whole as it still is, lies
+        from the original model's, in units of the block's output. What the block would have to add to make up for
+        every change in earlier layers."""
+        self.stream_norm: dict[int, Tensor] = {}
+        """By batch, the norm (T,) of the residual stream: in front of the decoder layer, or with `reference` the
+        original model's behind it. Empty for layers that are their own decoder layer."""
+        self._seen: dict[int, tuple[LayerBatch, Any]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of the batches that wait here, as `drift` and `stream_norm` name them."""
+        return list(self._waiting)
+
+    @cached_property
+    def strength(self) -> float:
+        """What the block multiplies its experts' output with."""
+        return experts_strength(self)
+
+    def beside(self, block: torch.nn.Module, numbers: list[int]) -> LayerVisit:
+        """A visit of some of the batches to another block in this one's place."""
+        waiting = {i: self._waiting[i] for i in numbers}
+        visit = LayerVisit(replace(self.layer, block=block), present_forward(block), waiting, self._batches)
+        visit.drift, visit.stream_norm, visit.strength = self.drift, self.stream_norm, self.strength
+        visit.remember()
+        return visit
+
+    def batches(self) -> Iterator[LayerBatch]:
+        """Run the layer on each waiting batch and show what its router decided. May be called more than once."""
+        for i in self._waiting:
+            yield self.observe(i)[0]
+
+    def batches_with_output(self) -> Iterator[tuple[LayerBatch, Tensor]]:
+        """The same with the block's output (T, D), flattened like the tokens."""
+        for i in self._waiting:
+            batch, output = self.observe(i)
+            yield (
+                batch,
+                first_of(output).reshape(batch.keep_T.numel(), -1),
+            )  # some blocks flatten their output altogether
+
+    def domain(self, i: int) -> str:
+        return self._batches[i].domain
+
+    def batch_size(self, i: int) -> int:
+        """Tokens of a batch, padding and all."""
+        return self._batches[i].keep[self.layer.stack].numel()
+
+    def tokens(self, i: int) -> int:
+        """Those that count."""
+        return int(self._batches[i].keep[self.layer.stack].sum())
+
+    def token_weight(self, i: int, relative: float) -> Tensor:
+        """(T,) what the squared error of each token counts: 0 on padding, 1 / ‖residual stream‖^(2·relative) where the
+        stream is known, since the next norm divides by it; and all domains that wait here count the same."""
+        keep_T = self._batches[i].keep[self.layer.stack].reshape(-1)
+        same = sum(self.tokens(j) for j in self._waiting if self.domain(j) == self.domain(i))
+        weight_T = keep_T.float() / same
+        if i not in self.stream_norm:
+            return weight_T
+        norm_T = self.stream_norm[i].float().clamp_min(1e-6)
+        return weight_T.to(norm_T.device) * norm_T ** (-2 * relative)
+
+    def remember(self) -> None:
+        """Keep what is observed, which is then computed once only, until the layer has `changed`."""
+        self._seen = {}
+
+    def changed(self) -> None:
+        """Whoever gives the layer other weights says so."""
+        if self._seen is not None:
+            self._seen.clear()
+
+    def run(self, i: int) -> Any:
+        """The block's output on one waiting batch."""
+        stop = self._waiting[i]
+        return self._forward(*private(stop.args), **private(stop.kwargs))
+
+    def output(self, i: int) -> Tensor:
+        """The same (T, D), flattened like the tokens."""
+        return first_of(self.run(i)).reshape(self.batch_size(i), -1)
+
+    def observe(self, i: int) -> tuple[LayerBatch, Any]:
+        """One waiting batch as the layer sees it, and the block's output as the block returned it."""
+        if self._seen is not None and i in self._seen:
+            return self._seen[i]
+        batch, output = self._observe(i)
+        self.outputs[i] = output
+        if self._seen is not None:
+            self._seen[i] = batch, output
+        return batch, output
+
+    def routing_without(self, i: int, experts: list[int], each_T: Tensor | None = None) -> Routing:
+        """What the model's own router decides on one batch when it may choose none of some experts and, with `each_T`,
+        not that one expert of each token either."""
+        device = self.observe(i)[0].keep_T.device
+        forbidden_TN = torch.tensor(experts, dtype=torch.long, device=device)[None]
+        if each_T is not None:
+            forbidden_TN = torch.cat([forbidden_TN.expand(len(each_T), -1), each_T[:, None]], dim=1)
+        adapter, block = self.layer.adapter, self.layer.block
+        with adapter.forbidding(block, forbidden_TN, experts), adapter.silent(block):
+            routing = self._observe(i)[0].routing
+        chosen_TK = routing.index_TK.masked_fill(routing.weight_TK == 0, -1)
+        if bool((chosen_TK[:, :, None] == forbidden_TN[:, None, :]).any()):
+            raise UnsupportedModel(f"layer {self.layer.name!r}: its router chooses experts that it may not choose")
+        return routing
+
+    @torch.no_grad()
+    def _observe(self, i: int) -> tuple[LayerBatch, Any]:
+        output, routing = self.layer.adapter.observe(self.layer.block, lambda: self.run(i))
+        keep_T = self._batches[i].keep[self.layer.stack].reshape(-1).to(routing.hidden_TD.device)
+        if keep_T.numel() != routing.hidden_TD.shape[0]:
+            raise UnsupportedModel(
+                f"layer {self.layer.name!r} saw {routing.hidden_TD.shape[0]} tokens of a batch with {keep_T.numel()}"
+            )
+        return LayerBatch(routing, keep_T, self._batches[i].domain), output
+
+
+def private(arguments: Any) -> Any:
+    """A block may change its input in place (jitter, DSA masks); the waiting batch must keep its own."""
+    if isinstance(arguments, dict):
+        return {name: private(value) for name, value in arguments.items()}
+    if isinstance(arguments, tuple):
+        return tuple(private(value) for value in arguments)
+    return arguments.clone() if isinstance(arguments, Tensor) and arguments.is_floating_point() else arguments
+
+
+def present_forward(block: torch.nn.Module) -> Callable[..., Any]:
+    """The block's forward as it is when called: a compact layer may be of another class than the one it replaces."""
+    if "forward" in block.__dict__:  # accelerate patches instances
+        return block.forward
+    return lambda *args, **kwargs: type(block).forward(block, *args, **kwargs)
+
+
+def first_of(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output

@@ -1,0 +1,95 @@
+"""Try plans out on a copy of a layer and say how far its output ends up from where it should be.
+
+Shape suffixes: T tokens, D width.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moepress.models.layer import MoELayer
+from moepress.models.visit import LayerVisit
+from moepress.refit import Refit
+
+Rebuild = Callable[[MoELayer], None]
+RELATIVE = 0.5
+"""How much a token's residual stream divides its error, see `LayerVisit.token_weight`."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Weighted squared errors of one plan on held-out batches, every domain counting the same."""
+
+    plain: float
+    refitted: float
+
+    @property
+    def best(self) -> float:
+        return min(self.plain, self.refitted)
+
+
+def split(visit: LayerVisit, fit_tokens: int = 32768, held_tokens: int = 16384) -> tuple[list[int], list[int]]:
+    """Batches to fit on and others to judge by, about so many tokens of each and of all domains alike. One batch
+    alone must do for both."""
+    by_domain: dict[str, list[int]] = {}
+    for i in visit.numbers:
+        by_domain.setdefault(visit.domain(i), []).append(i)
+    fit: list[int] = []
+    held: list[int] = []
+    for members in by_domain.values():
+        wanted = (held_tokens / len(by_domain), fit_tokens / len(by_domain))
+        for i in reversed(members):
+            seen = sum(visit.tokens(j) for j in held if j in members)
+            if seen < wanted[0] and (len(members) > 1 or len(by_domain) == 1) and i != members[0]:
+                held.append(i)
+        for i in members:
+            if i not in held and sum(visit.tokens(j) for j in fit if j in members) < wanted[1]:
+                fit.append(i)
+    return fit, held or fit
+
+
+def attempt(visit: LayerVisit, rebuild: Rebuild, refit: Refit, fit: list[int], held: list[int]) -> Trial:
+    """Rebuild a copy of the layer, refit it on some batches, judge it by others."""
+    whole = {i: visit.observe(i) for i in {*fit, *held}}
+    block = bare_copy(visit.layer.block)
+    trial = visit.beside(block, held)
+    rebuild(trial.layer)
+
+    def error() -> float:
+        trial.changed()
+        total = 0.0
+        for i, (batch, output_TD) in zip(trial.numbers, trial.batches_with_output(), strict=True):
+            missing_TD = flat(whole[i][1], batch.keep_T) - output_TD
+            if i in visit.drift:
+                missing_TD = missing_TD + visit.drift[i]
+            error_T = missing_TD.float().square().sum(-1)
+            total += float((error_T * trial.token_weight(i, RELATIVE).to(error_T.device)).double().sum())
+        return total
+
+    plain = error()
+    if not refit.visits:
+        return Trial(plain, plain)
+    fitted = visit.beside(block, fit)
+    refit.fit(fitted, {i: flat(whole[i][1], whole[i][0].keep_T) for i in fit})
+    return Trial(plain, error())
+
+
+def flat(output: object, keep_T: Tensor) -> Tensor:
+    first = output[0] if isinstance(output, tuple) else output
+    assert isinstance(first, Tensor)
+    return first.reshape(keep_T.numel(), -1)
+
+
+def bare_copy(block: torch.nn.Module) -> torch.nn.Module:
+    """A copy with weights of its own and without what `walk` hung into its forward."""
+    forward = block.__dict__.pop("forward", None)
+    try:
+        return copy.deepcopy(block)
+    finally:
+        if forward is not None:
+            block.__dict__["forward"] = forward

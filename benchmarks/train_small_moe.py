@@ -1,9 +1,10 @@
-"""Train a small MoE from scratch on one GPU, in a layout and with a routing that the other fixtures do not have.
+"""Train a small MoE from scratch, in a layout and with a routing that the other fixtures do not have.
 
     python benchmarks/train_small_moe.py LAYOUT --corpus FOLDER --tokenizer FOLDER --out FOLDER --minutes 4
 
 LAYOUT: `olmoe` (64 experts top-8), `deepseek` (shared expert, sigmoid + bias, groups), `balanced` (Qwen3-MoE,
-16 experts top-4, strong load balancing). FOLDER of the corpus: *.jsonl.xz with `text`, `domain`, `split`.
+16 experts top-4, strong load balancing), for a GPU; `olmoe-small` and `deepseek-small` are a third as large, for an
+hour on one CPU core. FOLDER of the corpus: *.jsonl.xz with `text`, `domain`, `split`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ COMMON = dict(
     vocab_size=8192, hidden_size=192, num_attention_heads=3, num_key_value_heads=3, max_position_embeddings=1024,
     tie_word_embeddings=True, pad_token_id=0, bos_token_id=None, eos_token_id=1, use_cache=True,
 )  # fmt: skip
+SMALL = COMMON | dict(hidden_size=128, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=4)
 LAYOUTS = {
     "olmoe": lambda: tr.OlmoeConfig(
         **COMMON, num_hidden_layers=5, intermediate_size=48, num_experts=64, num_experts_per_tok=8,
@@ -39,6 +41,16 @@ LAYOUTS = {
     "balanced": lambda: tr.Qwen3MoeConfig(
         **COMMON, num_hidden_layers=5, intermediate_size=512, moe_intermediate_size=128, num_experts=16,
         num_experts_per_tok=4, norm_topk_prob=True, head_dim=64, router_aux_loss_coef=0.02, output_router_logits=True,
+    ),
+    "olmoe-small": lambda: tr.OlmoeConfig(
+        **SMALL, intermediate_size=24, num_experts=64, num_experts_per_tok=8,
+        norm_topk_prob=False, router_aux_loss_coef=0.001, output_router_logits=True,
+    ),
+    "deepseek-small": lambda: tr.DeepseekV3Config(
+        **SMALL, intermediate_size=384, moe_intermediate_size=48, n_routed_experts=32,
+        num_experts_per_tok=4, n_shared_experts=1, n_group=4, topk_group=2, first_k_dense_replace=1,
+        norm_topk_prob=True, routed_scaling_factor=1.0, kv_lora_rank=64, q_lora_rank=64, qk_nope_head_dim=32,
+        qk_rope_head_dim=32, v_head_dim=64,
     ),
 }  # fmt: skip
 
@@ -95,11 +107,19 @@ def balance_by_bias(model: torch.nn.Module, counts: dict[int, torch.Tensor], ste
 
 
 def train(
-    layout: str, corpus: dict[str, dict[str, np.ndarray]], out: Path, minutes: float, batch: int, lr: float
+    layout: str,
+    corpus: dict[str, dict[str, np.ndarray]],
+    out: Path,
+    minutes: float,
+    batch: int,
+    lr: float,
+    device: str,
 ) -> None:
     torch.manual_seed(0)
     draw = np.random.default_rng(0)
-    model = tr.AutoModelForCausalLM.from_config(LAYOUTS[layout]()).cuda()
+    model = tr.AutoModelForCausalLM.from_config(LAYOUTS[layout]()).to(device)
+    if device == "cpu":  # experts in a loop: the grouped product that is the default copies whole tensors there
+        model.set_experts_implementation("eager")
     print(layout, f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     counts: dict[int, torch.Tensor] = {}
 
@@ -118,14 +138,15 @@ def train(
         betas=(0.9, 0.95),
         fused=True,
     )
+    autocast = torch.autocast(device, dtype=torch.bfloat16, enabled=device != "cpu")
     start, step = time.time(), 0
     while (elapsed := time.time() - start) < minutes * 60:
         progress = elapsed / (minutes * 60)
         rate = lr * min(1, step / 200) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
         for group in optimizer.param_groups:
             group["lr"] = rate
-        ids = sample(corpus["train"], batch, draw).cuda(non_blocking=True)
-        with torch.autocast("cuda", dtype=torch.bfloat16):
+        ids = sample(corpus["train"], batch, draw).to(device, non_blocking=True)
+        with autocast:
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -133,7 +154,7 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         balance_by_bias(model, counts)
         step += 1
-        if step % 200 == 0:
+        if step % 50 == 0:
             print(layout, step, f"{elapsed:.0f} s", f"loss {loss.item():.3f}", flush=True)
     model.config.output_router_logits = False
     model = model.to(torch.bfloat16).eval()
@@ -143,7 +164,7 @@ def train(
     draw = np.random.default_rng(1)
     with torch.no_grad():
         for domain, stream in corpus["validation"].items():
-            ids = sample({domain: stream}, 32, draw).cuda()
+            ids = sample({domain: stream}, 32, draw).to(device)
             scores[domain] = math.exp(model.float()(input_ids=ids, labels=ids).loss.item())
     tokens = step * batch * LENGTH
     record = dict(layout=layout, steps=step, tokens=tokens, minutes=minutes, validation_perplexity=scores)
@@ -160,6 +181,7 @@ if __name__ == "__main__":
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
     data = load_corpus(given.corpus, given.tokenizer, given.cache)
-    train(given.layout, data, given.out, given.minutes, given.batch, given.lr)
+    train(given.layout, data, given.out, given.minutes, given.batch, given.lr, given.device)

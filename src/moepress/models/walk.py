@@ -239,9 +239,10 @@ def _stream_norms(model: torch.nn.Module, layer: MoELayer, runners: list[greenle
 def host_of(model: torch.nn.Module, layer: MoELayer) -> torch.nn.Module:
     """The module that adds the block's output to the residual stream: the nearest one above it in a list of layers."""
     path = layer.name.split(".")
+    modules = dict(model.named_modules(remove_duplicate=False))
     for end in range(len(path) - 1, 0, -1):
-        if path[end - 1].isdigit() and isinstance(model.get_submodule(".".join(path[: end - 1])), torch.nn.ModuleList):
-            return model.get_submodule(".".join(path[:end]))
+        if path[end - 1].isdigit() and isinstance(modules.get(".".join(path[: end - 1])), torch.nn.ModuleList):
+            return modules[".".join(path[:end])]
     raise UnsupportedModel(f"layer {layer.name!r} is its own decoder layer, so that its residual stream is not seen")
 
 

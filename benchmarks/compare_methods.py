@@ -23,6 +23,9 @@ from moepress.evaluation import compare
 
 LEAST_SQUARES = "least-squares"
 CANDIDATES: dict[str, dict[str, Any]] = {
+    "auto": {"method": "auto"},
+    "auto, overall": {"method": "auto", "plan.budget": "overall"},
+    "elimination": {"method": "prune-refit", "plan.saliency": "elimination"},
     "frequency-pruning": {"method": "frequency-pruning"},
     "reap": {"method": "reap"},
     "reap-all": {"method": "reap-all"},

@@ -39,6 +39,7 @@ report bench
 api
 estimate
 inspection
+comparison
 demo
 cli
 """

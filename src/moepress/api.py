@@ -47,6 +47,7 @@ class Compressed:
             "experts": {layer.name: [layer.experts, layer.physical] for layer in outcome.plan.layers},
             "worst_alignment_gap": max(outcome.gaps.values(), default=0.0),
             "picked": outcome.picked,
+            "notes": outcome.notes,
             "alignments": dict(sorted(outcome.solved.items())),
             "seconds": {stage: round(seconds, 3) for stage, seconds in outcome.seconds.items()},
             "versions": {name: version(name) for name in ("torch", "transformers", "safetensors")}

@@ -35,9 +35,8 @@ def check_fit(recipe: Recipe, layers: list[MoELayer]) -> None:
     if recipe.router != "redirect":
         for layer in layers:
             if reason := layer.adapter.rows_refusal(layer.block):
-                raise MoepressError(
-                    f"layer {layer.name!r} cannot have fewer router rows, use router=redirect: {reason}"
-                )
+                way = "a method that merges (m-smoe)" if recipe.component("plan.grouping").drops else "router=redirect"
+                raise MoepressError(f"layer {layer.name!r} cannot have fewer router rows, use {way}: {reason}")
     form = "redirect" if recipe.router == "redirect" else "rows"
     for layer in layers:
         layer.adapter.check(layer.block, CompactSpec(layer.num_experts, layer.num_experts, form, recipe.capacity))

@@ -19,6 +19,7 @@ from moepress.fit import average_experts, check_fit, parse_size, skipped_layers
 from moepress.merge import merge_layer, router_rows
 from moepress.models.find import find_layers
 from moepress.models.layer import CompactSpec, MoELayer
+from moepress.models.probe import probe
 from moepress.models.visit import CalibrationBatch, LayerVisit
 from moepress.models.walk import walk
 from moepress.observe import Statistics
@@ -43,6 +44,8 @@ class Outcome:
     """Worst certified alignment gap by layer."""
     picked: dict[str, str] = field(default_factory=dict)
     """The saliency whose plan won, by layer, where several compete."""
+    notes: list[str] = field(default_factory=list)
+    """What was done otherwise than was meant, and why."""
     solved: Counter[str] = field(default_factory=Counter)
     """How many alignments were solved in which way."""
 
@@ -91,7 +94,11 @@ def press(
     if recipe.sequential or refit.visits:
         counts = {} if plan else planner.counts(facts_of(layers, outcome.statistics, recipe), skipped, average, scores)
         with outcome.timed("merge"), stored_dtypes(layers), in_dtype(model, calibration_dtype(recipe, model)):
-            outcome.plan = rebuild_visited(layers, batches(), planner, counts, plan, refit, outcome)
+            text = batches()
+            if refit.visits:
+                refit, note = refit.suited(probe(model, text, layers))
+                outcome.notes += [note] if note else []
+            outcome.plan = rebuild_visited(layers, text, planner, counts, plan, refit, outcome)
         return outcome
 
     with outcome.timed("plan"):

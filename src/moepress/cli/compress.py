@@ -109,6 +109,8 @@ def compress(
     ]
     took = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in result.outcome.seconds.items())
     print_table(f"{model} → {out}", ["", "before", "after"], rows, took)
+    for note in result.outcome.notes:
+        typer.echo(note)
     if result.outcome.recipe.format == "compact":
         typer.echo(f"Load it: import moepress; AutoModel….from_pretrained({str(out)!r})")
 

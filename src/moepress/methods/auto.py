@@ -8,4 +8,8 @@ class Auto(PruneRefit):
     least-squares refit, and the one with the smallest error on held-out text is carried out, layer after layer."""
 
     uses = PruneRefit.uses | {"plan.rivals"}
-    defaults = PruneRefit.defaults | {"plan.saliency": "elimination", "plan.rivals": ["reap-all", "reap"]}
+    defaults = PruneRefit.defaults | {
+        "plan.saliency": "elimination",
+        "plan.rivals": ["reap-all", "reap"],
+        "refit.method": {"name": "least-squares", "otherwise": "nothing"},
+    }

@@ -24,6 +24,8 @@ def experts_strength(visit: LayerVisit) -> float:
         y_nD = bank.output(e, x_nD.to(bank.up_EFD.dtype)).float()
         experts_TD.index_add_(0, token_n, y_nD * gate_n[:, None].float())
     once = visit.output(first)
+    if once.shape != experts_TD.shape:
+        raise MoepressError(_not_linear(layer.name))
     kept = {name: tensor.clone() for name, tensor in bank.tensors().items()}
     doubled = bank.map(lambda name, t: t * 2 if name.startswith("down") else t)
     layer.adapter.write_bank(layer.block, doubled)
@@ -33,7 +35,9 @@ def experts_strength(visit: LayerVisit) -> float:
     experts_TD = experts_TD[batch.keep_T]
     strength = float((change * experts_TD).sum() / experts_TD.square().sum().clamp_min(1e-30))
     if strength == 0 or float((change - strength * experts_TD).norm() / (strength * experts_TD.norm())) > 0.02:
-        raise MoepressError(
-            f"layer {layer.name!r}: its output is not linear in its experts; least squares cannot be used"
-        )
+        raise MoepressError(_not_linear(layer.name))
     return float(f"{strength:.4g}")
+
+
+def _not_linear(name: str) -> str:
+    return f"layer {name!r}: its output is not linear in its experts, so that least squares cannot be used"

@@ -74,7 +74,9 @@ class LayerVisit:
         """A visit of some of the batches to another block in this one's place."""
         waiting = {i: self._waiting[i] for i in numbers}
         visit = LayerVisit(replace(self.layer, block=block), present_forward(block), waiting, self._batches)
-        visit.drift, visit.stream_norm, visit.strength = self.drift, self.stream_norm, self.strength
+        visit.drift, visit.stream_norm = self.drift, self.stream_norm
+        if "strength" in self.__dict__:  # measured on the layer while it was whole
+            visit.strength = self.strength
         visit.remember()
         return visit
 
@@ -109,9 +111,10 @@ class LayerVisit:
         keep_T = self._batches[i].keep[self.layer.stack].reshape(-1)
         same = sum(self.tokens(j) for j in self._waiting if self.domain(j) == self.domain(i))
         weight_T = keep_T.float() / same
-        if i not in self.stream_norm:
+        norm_T = self.stream_norm.get(i)
+        if norm_T is None or norm_T.numel() != keep_T.numel():  # unknown, or of several streams side by side
             return weight_T
-        norm_T = self.stream_norm[i].float().clamp_min(1e-6)
+        norm_T = norm_T.float().clamp_min(1e-6)
         return weight_T.to(norm_T.device) * norm_T ** (-2 * relative)
 
     def remember(self) -> None:

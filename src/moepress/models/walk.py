@@ -196,6 +196,8 @@ def _walk_with_reference(
             before[-1] = _withfirst_of(before[-1], first_of(before[-1]) + kick)
             outputs = [r.switch(y).output for r, y in zip(runners, before, strict=True)]
             behind = [first_of(output) for output in outputs]
+            if behind[-1].numel() != kick.numel():
+                raise UnsupportedModel(f"layer {layer.name!r}: several residual streams pass it side by side")
             strength = _strength(layer, behind[-1] - behind[count][:1], kick)
             for i in range(count):
                 width = behind[i].shape[-1]

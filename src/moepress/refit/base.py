@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from moepress.models.probe import Probe
 from moepress.models.visit import LayerVisit
 from moepress.registry import Registry
 
@@ -14,6 +15,10 @@ class Refit(ABC):
     paper: ClassVar[str] = ""
     visits: ClassVar[bool] = True
     """Whether it needs the layer's calibration inputs."""
+
+    def suited(self, found: Probe) -> tuple[Refit, str]:
+        """What can be done on this model, and a sentence if it is less than was meant. Refuses what cannot."""
+        return self, ""
 
     @property
     def reference(self) -> bool:

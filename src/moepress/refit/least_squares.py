@@ -9,7 +9,7 @@ expert come from its own tokens only.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moepress.errors import MoepressError
 from moepress.models.layer import ExpertBank, LayerBatch
+from moepress.models.probe import Probe
 from moepress.models.visit import LayerVisit
 from moepress.refit.base import REFITS, Refit
 
@@ -24,12 +25,15 @@ from moepress.refit.base import REFITS, Refit
 @REFITS.register("least-squares")
 @dataclass(frozen=True)
 class LeastSquares(Refit):
-    """Ridge least squares of the down projections on the output of the whole layer; with `target: original` also on
-    what earlier layers have lost against the original model. Closed form, no training."""
+    """Ridge least squares of the down projections on the output of the whole layer and on what earlier layers have
+    lost against the original model. Closed form, no training."""
 
     paper = "after MergeMoE, https://arxiv.org/abs/2510.14436"
 
-    target: Literal["original", "layer"] = "original"
+    target: Literal["auto", "original", "layer"] = "auto"
+    """`layer`: the whole layer's output alone; `auto`: that where the residual stream cannot be seen."""
+    otherwise: Literal["refuse", "nothing"] = "refuse"
+    """What is done with a model whose layers are not linear in their experts."""
     ridge: float = 0.1
     """λ as a share of the mean diagonal of PᵀP."""
     relative: float = 0.5
@@ -43,7 +47,18 @@ class LeastSquares(Refit):
 
     @property
     def reference(self) -> bool:
-        return self.target == "original"
+        return self.target != "layer"
+
+    def suited(self, found: Probe) -> tuple[Refit, str]:
+        if found.linear is not None:
+            if self.otherwise == "refuse":
+                raise MoepressError(found.linear)
+            return REFITS.create("none"), f"nothing was refitted: {found.linear}"
+        if found.stream is not None and self.reference:
+            if self.target == "original":
+                raise MoepressError(found.stream)
+            return replace(self, target="layer"), f"refitted to each layer's own output: {found.stream}"
+        return self, ""
 
     def remember(self, visit: LayerVisit) -> dict[int, Tensor]:
         return dict(zip(visit.numbers, (output_TD for _, output_TD in visit.batches_with_output()), strict=True))

@@ -1,0 +1,49 @@
+"""The most memory that a piece of work had at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+@dataclass
+class Peak:
+    bytes: int | None = None
+    """None where the system does not tell."""
+
+
+@contextmanager
+def peak_memory(device: torch.device) -> Iterator[Peak]:
+    """Of the GPU where there is one; otherwise of the process, everything that it held before included."""
+    peak = Peak()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield peak
+        peak.bytes = torch.cuda.max_memory_allocated(device)
+        return
+    reset = _reset()
+    yield peak
+    peak.bytes = _high_water_mark() if reset else None
+
+
+def _reset() -> bool:
+    try:
+        RESET.write_text("5")  # Linux: the high-water mark of the resident set becomes what is resident now
+    except OSError:
+        return False
+    return True
+
+
+def _high_water_mark() -> int | None:
+    try:
+        lines = STATUS.read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
+    return 1024 * int(found[0]) if found else None

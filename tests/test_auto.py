@@ -223,7 +223,7 @@ def test_a_trial_leaves_the_layer_alone_and_prefers_what_hurts_less():
         carry_out = partial(rebuild, plan=plan.layers[0], recipe=recipe, outcome=scratch)
         tried[dropped] = attempt(visit, carry_out, refit, fit, held).best
     # Another expert is chosen in the place of one that is gone; without a loud one, what it said is missing as well.
-    assert 5 * tried[1, 6] < tried[2, 3]
+    assert tried[1, 6] < 0.7 * tried[2, 3]
     assert all(torch.equal(t, before[name]) for name, t in layer.block.state_dict().items())
     walked.close()
 

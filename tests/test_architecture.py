@@ -30,7 +30,7 @@ prune
 decompose
 checkpoint
 evaluation
-recover
+recovery
 methods
 recipe
 fit trial

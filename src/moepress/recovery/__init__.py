@@ -1,7 +1,7 @@
 """Training that brings quality back: a compact student learns from the model it was made of."""
 
-from moepress.recover.hook import TrainingHook
-from moepress.recover.loop import recover
-from moepress.recover.options import RecoverOptions, RecoverReport
+from moepress.recovery.hook import TrainingHook
+from moepress.recovery.loop import recover
+from moepress.recovery.options import RecoverOptions, RecoverReport
 
 __all__ = ["RecoverOptions", "RecoverReport", "TrainingHook", "recover"]

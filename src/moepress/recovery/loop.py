@@ -17,11 +17,11 @@ from moepress.evaluation.logits import check_same_vocabulary
 from moepress.evaluation.precision import evaluating, in_dtype
 from moepress.models.walk import CalibrationBatch
 from moepress.progress import track
-from moepress.recover.hook import TrainingHook
-from moepress.recover.loss import all_finite, at_targets, cross_entropy, distillation
-from moepress.recover.options import RecoverOptions, RecoverReport
-from moepress.recover.parameters import LastGood, only_training, trained_parameters
-from moepress.recover.rows import Row, endless, rows_of, together
+from moepress.recovery.hook import TrainingHook
+from moepress.recovery.loss import all_finite, at_targets, cross_entropy, distillation
+from moepress.recovery.options import RecoverOptions, RecoverReport
+from moepress.recovery.parameters import LastGood, only_training, trained_parameters
+from moepress.recovery.rows import Row, endless, rows_of, together
 
 
 def recover(

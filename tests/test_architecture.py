@@ -34,6 +34,7 @@ recovery
 methods
 recipe
 fit trial
+journal
 pipeline
 report bench
 api

@@ -16,7 +16,7 @@ from moepress.models.probe import probe
 from moepress.models.taps import after_forward
 from moepress.models.walk import CalibrationBatch, host_of, walk
 from moepress.observe import Statistics
-from moepress.pipeline import Outcome, facts_of, planner_of, press, rebuild
+from moepress.pipeline import facts_of, planner_of, press, rebuild
 from moepress.plan import Plan
 from moepress.plan.saliency import SALIENCIES
 from moepress.recipe import make_recipe
@@ -206,11 +206,10 @@ def test_elimination_ranks_an_expert_by_what_it_says():
 
 def test_a_trial_leaves_the_layer_alone_and_prefers_what_hurts_less():
     """Dropping two silent experts costs little; dropping two loud ones does not."""
-    model, visit, walked = first_visit("olmoe", spoken({1: 0, 6: 0, 2: 10, 3: 10}))
+    _, visit, walked = first_visit("olmoe", spoken({1: 0, 6: 0, 2: 10, 3: 10}))
     layer = visit.layer
     before = {name: t.clone() for name, t in layer.block.state_dict().items()}
     recipe = make_recipe({"method": "auto", "keep": 6})
-    scratch = Outcome(model, recipe, Plan(layers=()), Statistics(), {})
     refit = REFITS.create("none")
     fit, held = split(visit)
     tried = {}
@@ -220,7 +219,7 @@ def test_a_trial_leaves_the_layer_alone_and_prefers_what_hurts_less():
         plan = Plan.model_validate(
             {"layers": [{"name": layer.name, "experts": 8, "router": "keep", "groups": groups, "dropped": dropped}]}
         )
-        carry_out = partial(rebuild, plan=plan.layers[0], recipe=recipe, outcome=scratch)
+        carry_out = partial(rebuild, plan=plan.layers[0], recipe=recipe)
         tried[dropped] = attempt(visit, carry_out, refit, fit, held).best
     # Another expert is chosen in the place of one that is gone; without a loud one, what it said is missing as well.
     assert tried[1, 6] < 0.7 * tried[2, 3]

@@ -208,7 +208,7 @@ def test_looking_takes_no_gradients() -> None:
 
 def test_layer_that_is_never_reached_is_named() -> None:
     model, layers = build("qwen3_moe")
-    stranger = MoELayer("elsewhere.mlp", 2, build("qwen3_moe")[1][0].block, layers[0].adapter)
+    stranger = MoELayer("elsewhere.mlp", 2, build("qwen3_moe")[1][0].block, layers[0].adapter, layers[0].weights)
     with pytest.raises(MoepressError, match=r"never reached layer 'elsewhere.mlp'"):
         list(walk(model, batches(model, "qwen3_moe"), layers=[*layers, stranger]))
     assert state(model)[0] == []
@@ -227,7 +227,9 @@ def test_encoder_without_decoder_is_named() -> None:
 
 def _moved(model: Any, layer: MoELayer) -> MoELayer:
     try:
-        return MoELayer(layer.name, layer.index, model.get_submodule(layer.name), layer.adapter, layer.stack)
+        return MoELayer(
+            layer.name, layer.index, model.get_submodule(layer.name), layer.adapter, layer.weights, layer.stack
+        )
     except AttributeError:
         return layer
 

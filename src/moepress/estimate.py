@@ -17,7 +17,6 @@ from moepress.align import match
 from moepress.api import open_source
 from moepress.checkpoint.sizes import human_size, predicted_sizes, sizes_of
 from moepress.data.batches import calibration_batches
-from moepress.evaluation.precision import in_dtype
 from moepress.fit import average_experts, check_fit, skipped_layers
 from moepress.models.find import find_layers
 from moepress.models.layer import CompactSpec, MoELayer
@@ -77,7 +76,8 @@ def estimate(
     tokens = sum(int(keep.numel()) for batch in batches for keep in batch.keep.values())
     carried = tokens * layers[0].bank.up_EFD.shape[2] * 4 * CARRIED * streams
     largest = max(layer.expert_parameters for layer in layers) * 4
-    widened = 2 * before.bytes if calibration_dtype(recipe, loaded) and loaded.dtype.itemsize == 2 else before.bytes
+    wide = calibration_dtype(recipe, layers[0].weights.device) is not None and loaded.dtype.itemsize == 2
+    widened = 2 * before.bytes if wide else before.bytes
     seconds = None
     if batches:
         seconds = _one_pass(loaded, batches, layers, recipe) * len(batches) * (streams + recipe.sequential)
@@ -97,7 +97,7 @@ def estimate(
 
 def _one_pass(model: PreTrainedModel, batches: list[CalibrationBatch], layers: list[MoELayer], recipe: Recipe) -> float:
     """Seconds that one batch takes, once everything is warm."""
-    with in_dtype(model, calibration_dtype(recipe, model)):
+    with layers[0].weights.widened(calibration_dtype(recipe, layers[0].weights.device)):
         for _ in range(2):
             start = time.perf_counter()
             for visit in walk(model, batches[:1], layers=layers):

@@ -5,20 +5,20 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 
-from moepress.align import ALIGNMENTS, align_bank, kinds
+from moepress.align import ALIGNMENTS, Solution, align_bank, kinds
 from moepress.errors import MoepressError
-from moepress.evaluation.precision import in_dtype
 from moepress.fit import average_experts, check_fit, parse_size, skipped_layers
+from moepress.journal import Finished, Journal, Observed
 from moepress.merge import merge_layer, router_rows
 from moepress.models.find import find_layers
-from moepress.models.layer import CompactSpec, MoELayer
+from moepress.models.layer import CompactSpec, ExpertBank, MoELayer
 from moepress.models.probe import probe
 from moepress.models.visit import CalibrationBatch, LayerVisit
 from moepress.models.walk import walk
@@ -55,6 +55,19 @@ class Outcome:
         yield
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
 
+    def add(self, layer: MoELayer, done: Finished) -> LayerPlan:
+        """Take note of a finished layer."""
+        if done.statistics:
+            self.statistics.layers[layer.name] = done.statistics
+        if done.spec is not None:
+            self.specs[layer.name] = done.spec
+        if done.gap is not None:
+            self.gaps[layer.name] = done.gap
+        if done.picked is not None:
+            self.picked[layer.name] = done.picked
+        self.solved += done.solved
+        return done.plan
+
 
 def press(
     model: PreTrainedModel,
@@ -63,11 +76,14 @@ def press(
     *,
     statistics: Statistics | None = None,
     plan: Plan | None = None,
+    journal: Journal | None = None,
 ) -> Outcome:
-    """Compress a model in memory, in place. Saved statistics or an edited plan replace the stage that makes them.
+    """Compress a model in place. Saved statistics or an edited plan replace the stage that makes them.
 
-    `batches` is called once everything that can be refused without text has been checked.
+    `batches` is called once everything that can be refused without text has been checked. `journal` is told of every
+    layer that is done, and knows those that an interrupted run has done.
     """
+    journal = journal or Journal()
     layers = find_layers(model)
     check_fit(recipe, layers)
     skipped = skipped_layers(recipe, model, layers)
@@ -76,37 +92,85 @@ def press(
     planner.check(facts_of(layers, Statistics(), recipe), skipped, average)
     if statistics is not None:
         check_statistics(statistics, layers, planner, recipe)
+    weights = layers[0].weights
     outcome = Outcome(model, recipe, Plan(layers=()), statistics or Statistics(), {})
     scores: dict[str, torch.Tensor] = {}
 
     if plan is None and statistics is None and not (recipe.sequential and planner.budget.one_count):
-        with outcome.timed("observe"), in_dtype(model, calibration_dtype(recipe, model)):
-            for visit in track(walk(model, batches(), layers=layers), "observe", len(layers)):
-                outcome.statistics.gather(visit, planner.needs)
-                if planner.saliency.needs_visit and visit.layer.name not in skipped:
-                    scores[visit.layer.name] = planner.score(facts_of(visit, outcome.statistics, recipe)[0])
+        with outcome.timed("observe"), weights.widened(calibration_dtype(recipe, weights.device)):
+            scores = observe(layers, batches, planner, skipped, outcome, journal)
 
-    if recipe.align.reference == "first":
-        with outcome.timed("align"):
-            for layer in track(layers, "align"):
-                align_to_first(layer, recipe, outcome)
-
-    if recipe.sequential or refit.visits:
+    with outcome.timed("plan"):
         counts = {} if plan else planner.counts(facts_of(layers, outcome.statistics, recipe), skipped, average, scores)
-        with outcome.timed("merge"), stored_dtypes(layers), in_dtype(model, calibration_dtype(recipe, model)):
+    if recipe.sequential or refit.visits:
+        widened = weights.widened(calibration_dtype(recipe, weights.device))
+        with outcome.timed("merge"), stored_dtypes(layers) as stored, widened:
             text = batches()
             if refit.visits:
                 refit, note = refit.suited(probe(model, text, layers))
                 outcome.notes += [note] if note else []
-            outcome.plan = rebuild_visited(layers, text, planner, counts, plan, refit, outcome)
-        return outcome
-
-    with outcome.timed("plan"):
-        outcome.plan = plan or planner.make(facts_of(layers, outcome.statistics, recipe), skipped, average)
-    with outcome.timed("merge"):
-        for layer in track(layers, "merge"):
-            rebuild(layer, outcome.plan.of(layer.name), recipe, outcome)
+            outcome.plan = rebuild_visited(layers, text, planner, counts, plan, refit, outcome, journal, stored)
+    else:
+        with outcome.timed("merge"):
+            outcome.plan = rebuild_unseen(layers, planner, counts, plan, outcome, journal)
     return outcome
+
+
+def observe(
+    layers: list[MoELayer],
+    batches: Callable[[], list[CalibrationBatch]],
+    planner: Planner,
+    skipped: set[str],
+    outcome: Outcome,
+    journal: Journal,
+) -> dict[str, torch.Tensor]:
+    """Gather the statistics of all layers; returns the scores that can only be made while a layer is visited."""
+    known = {layer.name: found for layer in layers if (found := journal.observed(layer)) is not None}
+    if len(known) < len(layers):
+        for visit in track(walk(outcome.model, batches(), layers=layers), "observe", len(layers)):
+            layer = visit.layer
+            if layer.name not in known:
+                found = Observed(outcome.statistics.gather(visit, planner.needs))
+                if planner.saliency.needs_visit and layer.name not in skipped:
+                    found.score_E = planner.score(facts_of(visit, outcome.statistics, outcome.recipe)[0])
+                journal.note(layer, found)
+                known[layer.name] = found
+    outcome.statistics.layers = {layer.name: known[layer.name].statistics for layer in layers}
+    return {name: found.score_E for name, found in known.items() if found.score_E is not None}
+
+
+def rebuild_unseen(
+    layers: list[MoELayer],
+    planner: Planner,
+    counts: dict[str, int],
+    plan: Plan | None,
+    outcome: Outcome,
+    journal: Journal,
+) -> Plan:
+    """Plan and rebuild one layer after the other, without their inputs."""
+    made: dict[str, LayerPlan] = {}
+    for layer in track(layers, "merge"):
+        done = journal.finished(layer)
+        if done is None:
+            whole = counts.get(layer.name) == layer.num_experts
+            with nullcontext() if whole else layer.weights.at_hand(layer):
+                done = finish_unseen(layer, planner, counts, plan, outcome)
+                journal.finish(layer, done)
+        made[layer.name] = outcome.add(layer, done)
+    return Plan(layers=tuple(made[layer.name] for layer in layers))
+
+
+def finish_unseen(
+    layer: MoELayer, planner: Planner, counts: dict[str, int], plan: Plan | None, outcome: Outcome
+) -> Finished:
+    recipe = outcome.recipe
+    whole = counts.get(layer.name) == layer.num_experts or (plan is not None and plan.of(layer.name).untouched)
+    aligned = align_to_first(layer, recipe) if recipe.align.reference == "first" and not whole else None
+    if plan is not None:
+        chosen = plan.of(layer.name)
+    else:
+        chosen = planner.layer(facts_of([layer], outcome.statistics, recipe)[0], counts[layer.name])
+    return rebuild(layer, chosen, recipe, aligned)
 
 
 def rebuild_visited(
@@ -117,46 +181,77 @@ def rebuild_visited(
     plan: Plan | None,
     refit: Refit,
     outcome: Outcome,
+    journal: Journal,
+    stored: dict[str, dict[str, torch.dtype]],
 ) -> Plan:
-    """Plan, rebuild and refit one layer after the other, each with the inputs that it has by then."""
+    """Plan, rebuild and refit one layer after the other, each with the inputs that it has by then.
+
+    The batches go on through a layer as it is stored: what is written is what later layers were made for, and an
+    interrupted run that reads its finished layers again goes on exactly as it would have.
+    """
     recipe = outcome.recipe
     made: dict[str, LayerPlan] = {}
     walked = walk(outcome.model, batches, layers=layers, sequential=recipe.sequential, reference=refit.reference)
     for visit in track(walked, "compress", len(layers)):
         layer = visit.layer
-        if plan is None and recipe.sequential:
-            outcome.statistics.gather(visit, planner.needs)
-        if plan is not None:
-            chosen, refitted = plan.of(layer.name), True
+        if not recipe.sequential:
+            visit.complete()
+        done = journal.finished(layer)
+        if done is not None:
+            if done.spec is not None:
+                journal.restore(layer, done)
+                visit.changed()
         else:
-            facts = facts_of(visit, outcome.statistics, recipe)[0]
-            chosen, refitted = pick(visit, planner.candidates(facts, counts[layer.name]), refit, outcome)
-        made[layer.name] = chosen
-        if not chosen.untouched:
-            whole = refit.remember(visit) if refitted else {}
-            rebuild(layer, chosen, recipe, outcome)
+            done = finish_visited(visit, planner, counts, plan, refit, outcome)
+            round_as_stored(layer, stored[layer.name])
             visit.changed()
-            if refitted:
-                refit.fit(visit, whole)
+            journal.finish(layer, done)
+        made[layer.name] = outcome.add(layer, done)
     return Plan(layers=tuple(made[layer.name] for layer in layers))
 
 
-def pick(visit: LayerVisit, plans: dict[str, LayerPlan], refit: Refit, outcome: Outcome) -> tuple[LayerPlan, bool]:
-    """Of several plans the one that leaves the smallest error on held-out batches, and whether its refit helps there.
-    One plan alone is not tried."""
-    name, plan = next(iter(plans.items()))
-    refitted = True
-    if len(plans) > 1:
-        scratch = Outcome(outcome.model, outcome.recipe, outcome.plan, outcome.statistics, {})
-        fit, held = split(visit)
-        tried = {
-            name: attempt(visit, partial(rebuild, plan=plan, recipe=outcome.recipe, outcome=scratch), refit, fit, held)
-            for name, plan in plans.items()
-        }
-        name = min(tried, key=lambda name: tried[name].best)
-        plan, refitted = plans[name], tried[name].refitted <= tried[name].plain
-        outcome.picked[visit.layer.name] = name
-    return plan, refitted
+def finish_visited(
+    visit: LayerVisit,
+    planner: Planner,
+    counts: dict[str, int],
+    plan: Plan | None,
+    refit: Refit,
+    outcome: Outcome,
+) -> Finished:
+    layer, recipe = visit.layer, outcome.recipe
+    gathered = outcome.statistics.gather(visit, planner.needs) if plan is None and recipe.sequential else {}
+    whole = counts.get(layer.name) == layer.num_experts or (plan is not None and plan.of(layer.name).untouched)
+    aligned = align_to_first(layer, recipe) if recipe.align.reference == "first" and not whole else None
+    picked, refitted = None, True
+    if plan is not None:
+        chosen = plan.of(layer.name)
+    else:
+        facts = facts_of(visit, outcome.statistics, recipe)[0]
+        chosen, refitted, picked = pick(visit, planner.candidates(facts, counts[layer.name]), refit, recipe)
+    outputs = refit.remember(visit) if refitted and not chosen.untouched else {}
+    done = rebuild(layer, chosen, recipe, aligned)
+    if not chosen.untouched:
+        visit.changed()
+        if refitted:
+            refit.fit(visit, outputs)
+    done.statistics, done.picked = gathered, picked
+    return done
+
+
+def pick(
+    visit: LayerVisit, plans: dict[str, LayerPlan], refit: Refit, recipe: Recipe
+) -> tuple[LayerPlan, bool, str | None]:
+    """Of several plans the one that leaves the smallest error on held-out batches, whether its refit helps there, and
+    its name. One plan alone is not tried."""
+    if len(plans) == 1:
+        return next(iter(plans.values())), True, None
+    fit, held = split(visit)
+    tried = {
+        name: attempt(visit, partial(rebuild, plan=plan, recipe=recipe), refit, fit, held)
+        for name, plan in plans.items()
+    }
+    name = min(tried, key=lambda name: tried[name].best)
+    return plans[name], tried[name].refitted <= tried[name].plain, name
 
 
 def check_statistics(statistics: Statistics, layers: list[MoELayer], planner: Planner, recipe: Recipe) -> None:
@@ -172,17 +267,30 @@ def check_statistics(statistics: Statistics, layers: list[MoELayer], planner: Pl
                 )
 
 
-def calibration_dtype(recipe: Recipe, model: PreTrainedModel) -> torch.dtype | None:
+def calibration_dtype(recipe: Recipe, device: torch.device) -> torch.dtype | None:
     """What 16-bit weights are widened to while text runs through the model; None leaves them."""
-    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    on_cpu = device.type == "cpu"
     return torch.float32 if recipe.precision == "float32" or (recipe.precision == "auto" and on_cpu) else None
 
 
+@torch.no_grad()
+def round_as_stored(layer: MoELayer, stored: dict[str, torch.dtype]) -> None:
+    """Values that the stored type can hold, still in the type that is calculated with."""
+    for name, tensor in [*layer.block.named_parameters(), *layer.block.named_buffers()]:
+        dtype = stored.get(name, tensor.dtype)
+        if tensor.dtype != dtype:
+            tensor.copy_(tensor.to(dtype))
+
+
+def dtypes_of(layer: MoELayer) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in layer.block.state_dict().items()}
+
+
 @contextmanager
-def stored_dtypes(layers: list[MoELayer]) -> Iterator[None]:
+def stored_dtypes(layers: list[MoELayer]) -> Iterator[dict[str, dict[str, torch.dtype]]]:
     """Layers that are rebuilt inside are new tensors: they go back to the precision that the old ones had."""
-    before = {layer.name: {name: t.dtype for name, t in layer.block.state_dict().items()} for layer in layers}
-    yield
+    before = {layer.name: dtypes_of(layer) for layer in layers}
+    yield before
     for layer in layers:
         for name, tensor in [*layer.block.named_parameters(), *layer.block.named_buffers()]:
             dtype = before[layer.name].get(name, tensor.dtype)
@@ -190,21 +298,20 @@ def stored_dtypes(layers: list[MoELayer]) -> Iterator[None]:
                 tensor.data = tensor.data.to(dtype)
 
 
-def align_to_first(layer: MoELayer, recipe: Recipe, outcome: Outcome) -> None:
+def align_to_first(layer: MoELayer, recipe: Recipe) -> list[Solution]:
     """Every expert in the unit order of the layer's first; what the layer computes does not change."""
     method, solver, memory = recipe.component("align.method"), recipe.component("align.solver"), recipe.align.memory
     bank, solutions = align_bank(method, solver, layer.bank, memory=parse_size(memory))
     layer.adapter.write_bank(layer.block, bank)
-    outcome.gaps[layer.name] = max((solution.gap for solution in solutions), default=0.0)
-    outcome.solved += kinds(solutions)
+    return solutions
 
 
 @torch.no_grad()
-def rebuild(layer: MoELayer, plan: LayerPlan, recipe: Recipe, outcome: Outcome) -> None:
-    """Carry out one layer's plan on the model."""
+def rebuild(layer: MoELayer, plan: LayerPlan, recipe: Recipe, aligned: list[Solution] | None = None) -> Finished:
+    """Carry out one layer's plan on the model. `aligned` are the alignments that were made before."""
     check_plan(layer, plan)
     if plan.untouched:
-        return
+        return Finished(plan)
     alignment = recipe.component("align.method") if recipe.align.reference != "first" else ALIGNMENTS.create("none")
     operator, solver = recipe.component("merge.operator"), recipe.component("align.solver")
     merged = merge_layer(layer.bank, plan, operator, alignment, solver, parse_size(recipe.align.memory))
@@ -220,9 +327,9 @@ def rebuild(layer: MoELayer, plan: LayerPlan, recipe: Recipe, outcome: Outcome) 
         expert_map.copy_(torch.tensor(plan.expert_map()))
     else:
         layer.adapter.write_router(layer.block, rows)
-    outcome.gaps[layer.name] = max(outcome.gaps.get(layer.name, 0.0), merged.gap)
-    outcome.solved += merged.solved
-    outcome.specs[layer.name] = spec
+    solutions = [*(aligned or []), *merged.solutions]
+    gap = max((solution.gap for solution in solutions), default=0.0)
+    return Finished(plan, spec, gap=gap, solved=kinds(solutions))
 
 
 def check_plan(layer: MoELayer, plan: LayerPlan) -> None:
@@ -243,6 +350,11 @@ def planner_of(recipe: Recipe) -> Planner:
     )
 
 
+def read_bank(layer: MoELayer) -> ExpertBank:
+    with layer.weights.at_hand(layer):
+        return layer.bank
+
+
 def facts_of(layers: list[MoELayer] | LayerVisit, statistics: Statistics, recipe: Recipe) -> list[LayerFacts]:
     """Of layers, or of the one that is being visited."""
     visit, given = (layers, [layers.layer]) if isinstance(layers, LayerVisit) else (None, layers)
@@ -250,7 +362,7 @@ def facts_of(layers: list[MoELayer] | LayerVisit, statistics: Statistics, recipe
         LayerFacts(
             name=layer.name,
             index=layer.index,
-            read_bank=lambda layer=layer: layer.bank,  # type: ignore[misc]
+            read_bank=partial(read_bank, layer),
             router=layer.router,
             statistics={name: s.sums for name, s in statistics.layers.get(layer.name, {}).items()},
             seed=recipe.seed,

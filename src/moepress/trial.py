@@ -16,7 +16,7 @@ from moepress.models.layer import MoELayer
 from moepress.models.visit import LayerVisit
 from moepress.refit import Refit
 
-Rebuild = Callable[[MoELayer], None]
+Rebuild = Callable[[MoELayer], object]
 RELATIVE = 0.5
 """How much a token's residual stream divides its error, see `LayerVisit.token_weight`."""
 

@@ -12,6 +12,7 @@ from moepress.errors import UnsupportedModel
 from moepress.models.adapter import Adapter
 from moepress.models.families import ADAPTERS
 from moepress.models.layer import MoELayer
+from moepress.models.weights import Weights
 
 
 def adapter_of(block: nn.Module) -> Adapter | None:
@@ -74,7 +75,7 @@ def find_layers(model: Any) -> list[MoELayer]:
         if adapter is None or refusal is not None:
             raise UnsupportedModel(f"{type(model).__name__}: layer {name!r} is not supported: {refusal}")
         stack = "encoder" if id(block) in in_encoder else "decoder"
-        layers.append(MoELayer(name, len(layers), block, adapter, stack))
+        layers.append(MoELayer(name, len(layers), block, adapter, Weights.of(model), stack))
     if not layers:
         raise UnsupportedModel(
             f"{type(model).__name__} has no MoE layers: it is a dense model, and there is nothing to merge"

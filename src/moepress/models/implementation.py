@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 SETTING = "_experts_implementation_internal"
@@ -12,12 +13,11 @@ SETTING = "_experts_implementation_internal"
 
 
 @contextmanager
-def quickest_experts(model: nn.Module) -> Iterator[None]:
+def quickest_experts(model: nn.Module, device: torch.device) -> Iterator[None]:
     """On a CPU experts run one after the other: the grouped product that is the default there copies and masks whole
     tensors, which takes longer than the products themselves."""
-    on_cpu = all(parameter.device.type in ("cpu", "meta") for parameter in model.parameters())
     configs = {id(m.config): m.config for m in model.modules() if getattr(getattr(m, "config", None), SETTING, None)}
-    changed = [c for c in configs.values() if on_cpu and getattr(c, SETTING) == "grouped_mm"]
+    changed = [c for c in configs.values() if device.type == "cpu" and getattr(c, SETTING) == "grouped_mm"]
     for config in changed:
         setattr(config, SETTING, "eager")
     try:

@@ -6,7 +6,7 @@ Shape suffixes: E experts, F hidden units of one expert, D input width, T tokens
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from moepress.models.adapter import Adapter
+    from moepress.models.weights import Weights
 
 Activation = Callable[[Tensor | None, Tensor], Tensor]
 """(gate_TF or None, up_TF) -> h_TF: everything that happens between the first and the second matrix of an expert."""
@@ -181,9 +182,9 @@ class MoELayer:
     """Position among the model's MoE layers, in the order of the forward pass as modules are listed."""
     block: torch.nn.Module
     adapter: Adapter
+    weights: Weights
     stack: str = "decoder"
     """`encoder` or `decoder` (decoder-only models have only the latter)."""
-    extra: dict[str, object] = field(default_factory=dict)
 
     @property
     def bank(self) -> ExpertBank:

@@ -121,6 +121,12 @@ class LayerVisit:
         """Keep what is observed, which is then computed once only, until the layer has `changed`."""
         self._seen = {}
 
+    def complete(self) -> None:
+        """Have the output of every batch, so that all go on from the layer as it is now, whatever becomes of it."""
+        for i in self._waiting:
+            if i not in self.outputs:
+                self.observe(i)
+
     def changed(self) -> None:
         """Whoever gives the layer other weights says so."""
         if self._seen is not None:

@@ -24,6 +24,7 @@ from moepress.models.implementation import quickest_experts
 from moepress.models.layer import MoELayer
 from moepress.models.taps import before_forward, replaced
 from moepress.models.visit import CalibrationBatch, LayerVisit, Stop, first_of, present_forward, private
+from moepress.models.weights import Weights
 
 
 class _EnoughSeen(BaseException):
@@ -63,9 +64,15 @@ def without_cache(model: torch.nn.Module) -> Iterator[None]:
             config.use_cache = use_cache
 
 
-def forward_until_enough(model: torch.nn.Module, inputs: dict[str, Tensor]) -> None:
+@contextmanager
+def prepared(model: torch.nn.Module, weights: Weights, layers: list[MoELayer]) -> Iterator[None]:
+    """A model through which batches are about to be sent side by side."""
+    with evaluating(model), without_cache(model), quickest_experts(model, weights.device), weights.walking(layers):
+        yield
+
+
+def forward_until_enough(model: torch.nn.Module, inputs: dict[str, Tensor], device: torch.device) -> None:
     # Without labels: no loss is wanted, and encoder–decoder batches bring their decoder inputs.
-    device = next(model.parameters()).device
     with suppress(_EnoughSeen):
         model(**{name: value.to(device) for name, value in inputs.items() if name != "labels"})
 
@@ -108,19 +115,21 @@ def walk(
 
     runners = [greenlet(forward_until_enough) for _ in batches]
     streams: dict[int, dict[int, Tensor]] = {}
-    with evaluating(model), without_cache(model), quickest_experts(model), ExitStack() as undo:
+    weights = Weights.of(model)
+    with prepared(model, weights, layers), ExitStack() as undo:
         for layer in layers:
             streams[id(layer.block)] = undo.enter_context(_stream_norms(model, layer, runners))
             undo.enter_context(replaced(layer.block, "forward", stopping_forward(layer, forwards[id(layer.block)])))
         undo.callback(_end, runners)
         waiting = {
-            i: runner.switch(model, batch.inputs)
+            i: runner.switch(model, batch.inputs, weights.device)
             for i, (runner, batch) in enumerate(zip(runners, batches, strict=True))
         }
         while any(stop is not None for stop in waiting.values()):
             layer = next(stop.layer for stop in waiting.values() if stop is not None)
             if astray := [i for i, stop in waiting.items() if stop is None or stop.layer is not layer]:
                 raise UnsupportedModel(f"batch {astray[0]} did not reach layer {layer.name!r} together with the others")
+            weights.stopped(layer)
             visit = LayerVisit(layer, forwards[id(layer.block)], waiting, batches)
             visit.stream_norm = streams[id(layer.block)]
             yield visit
@@ -132,6 +141,7 @@ def walk(
                 else:
                     answer = (visit.outputs.pop(i),) if i in visit.outputs and not sequential else None
                 waiting[i] = runner.switch(answer)
+            weights.passed(layer)
         if unreached := [layer.name for layer in layers if id(layer.block) not in done]:
             raise MoepressError(
                 f"the calibration text never reached layer {unreached[0]!r}; is it the right model head?"
@@ -176,17 +186,19 @@ def _walk_with_reference(
     inputs = [batch.inputs for batch in batches]
     runners = [greenlet(forward_until_enough) for _ in range(2 * len(batches) + 1)]
     count = len(batches)
-    with evaluating(model), without_cache(model), quickest_experts(model), ExitStack() as undo:
+    weights = Weights.of(model)
+    with prepared(model, weights, layers), ExitStack() as undo:
         for layer in layers:
             host = hosts[id(layer.block)]
             undo.enter_context(replaced(layer.block, "forward", at_block(layer)))
             undo.enter_context(replaced(host, "forward", behind_host(layer, present_forward(host))))
         undo.callback(_end, runners)
-        stops = [r.switch(model, i) for r, i in zip(runners, [*inputs, *inputs, probe], strict=True)]
+        stops = [r.switch(model, i, weights.device) for r, i in zip(runners, [*inputs, *inputs, probe], strict=True)]
         while stops[0] is not None:
             layer = stops[0].layer
             if any(stop is None or stop.layer is not layer for stop in stops):
                 raise UnsupportedModel(f"the batches did not reach layer {layer.name!r} together")
+            weights.stopped(layer)
             run = forwards[id(layer.block)]
             visit = LayerVisit(layer, run, dict(enumerate(stops[:count])), batches)
             visit.remember()
@@ -215,6 +227,7 @@ def _walk_with_reference(
             del before, visit, outputs
             last = len(done) == len(layers)
             stops = [r.switch(_EnoughSeen if last else a) for r, a in zip(runners, answers, strict=True)]
+            weights.passed(layer)
         if unreached := [layer.name for layer in layers if id(layer.block) not in done]:
             raise MoepressError(f"the calibration text never reached layer {unreached[0]!r}")
 

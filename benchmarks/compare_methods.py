@@ -32,6 +32,10 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "m-smoe, uniform, rows": {"method": "m-smoe", "plan.budget": "uniform", "router": "keep"},
     "m-smoe, uniform, redirect": {"method": "m-smoe", "plan.budget": "uniform"},
     "m-smoe": {"method": "m-smoe"},
+    "hc-smoe, redirect": {"method": "hc-smoe"},
+    "hc-smoe, rows": {"method": "hc-smoe", "router": "keep"},
+    "hc-smoe, rows, aligned": {"method": "hc-smoe", "router": "keep", "align.method": "weight-matching"},
+    "ream": {"method": "ream"},
     "prune-refit": {"method": "prune-refit"},
     "prune-refit, layer target": {
         "method": "prune-refit",

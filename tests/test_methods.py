@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
+from scipy.cluster.hierarchy import cut_tree, linkage
+from scipy.spatial.distance import pdist
 
 from moepress.errors import MoepressError
 from moepress.methods import METHODS
@@ -69,9 +72,10 @@ def test_pruning_keeps_the_experts_with_the_highest_score(method, score):
         assert all(len(group.members) == 1 for group in layer.groups)
 
 
-def test_sequential_sees_the_compressed_model():
+@pytest.mark.parametrize("method", ["reap", "ream", "hc-smoe"])
+def test_sequential_sees_the_compressed_model(method):
     """Statistics of the second layer are those of a model whose first layer is compressed already."""
-    model, outcome = pressed("mixtral", method="reap")
+    model, outcome = pressed("mixtral", method=method, sequential=True, router="keep")
     first, second = find_layers(model)
     batches = calibration("mixtral", model)
     half = zoo.build("mixtral")
@@ -101,6 +105,66 @@ def test_least_squares_brings_the_output_nearer_to_the_original(name, target):
         return total
 
     assert error({"name": "least-squares", "target": target, "ridge": 0.01}) < 0.9 * error("none")
+
+
+@pytest.mark.parametrize("method", [name for name, cls in METHODS if "merge.operator" in cls.uses])
+def test_budgets_come_from_a_first_pass_and_groups_from_the_sequential_one(method):
+    """The counts are those of the whole model; what decides on groups in the second layer is not."""
+    given = {"method": method, "plan.budget": "adaptive", "plan.saliency": "frequency"}
+    _, at_once = pressed("mixtral", **given, sequential=False)
+    _, in_turn = pressed("mixtral", **given, sequential=True)
+    assert [layer.physical for layer in at_once.plan.layers] == [layer.physical for layer in in_turn.plan.layers]
+    assert at_once.plan.layers[0] == in_turn.plan.layers[0]
+    first, second = (
+        [outcome.statistics.of(layer.name, "usage")["count"] for outcome in (at_once, in_turn)]
+        for layer in at_once.plan.layers
+    )
+    assert torch.equal(*first) and not torch.equal(*second)
+
+
+def test_hc_smoe_merges_the_clusters_of_mean_outputs():
+    _, outcome = pressed("mixtral", method="hc-smoe")
+    for layer in outcome.plan.layers:
+        sums = outcome.statistics.layers[layer.name]
+        mean_ED = sums["mean-output"].sums["sum"] / sums["mean-output"].sums["tokens"]
+        label_E = cut_tree(linkage(pdist(mean_ED.numpy()), "average"), n_clusters=4)[:, 0]
+        assert {frozenset(group.members) for group in layer.groups} == {
+            frozenset(np.flatnonzero(label_E == label).tolist()) for label in range(4)
+        }
+        count_E = sums["usage"].sums["count"]
+        for group in layer.groups:
+            assert count_E[group.leader] == count_E[list(group.members)].max()
+            share = count_E[list(group.members)] / count_E[list(group.members)].sum().clamp_min(1)
+            assert torch.allclose(torch.tensor(group.weights).double(), share) or not share.any()
+
+
+def test_ream_merges_what_reap_removes_into_the_most_salient():
+    _, outcome = pressed("mixtral", method="ream", sequential=False)
+    _, pruned = pressed("mixtral", method="reap", sequential=False)
+    assert all(spec.router == "rows" for spec in outcome.specs.values())
+    for layer, other in zip(outcome.plan.layers, pruned.plan.layers, strict=True):
+        assert [group.leader for group in layer.groups] == [group.leader for group in other.groups]
+        sums = outcome.statistics.layers[layer.name]["output-norm"].sums
+        score_E = sums["gated"] / sums["routed"].clamp_min(1)
+        (merged,) = [group for group in layer.groups if len(group.members) > 1]
+        assert merged.leader == int(score_E.argmax()) and set(merged.members[1:]) == set(other.dropped)
+        share = score_E[list(merged.members)] / score_E[list(merged.members)].sum()
+        assert torch.allclose(torch.tensor(merged.weights).double(), share)
+
+
+def test_clusters_of_duplicates_are_found_and_merging_them_changes_nothing():
+    model = zoo.build("qwen3_moe")
+    for layer in find_layers(model):
+        twice = torch.arange(8) // 2
+        layer.adapter.write_bank(layer.block, layer.bank.select(twice))
+        rows = {name: tensor[twice] for name, tensor in layer.router.tensors.items()}
+        layer.adapter.write_router(layer.block, rows)
+    before = copy.deepcopy(model)
+    recipe = make_recipe({"keep": 4, "method": "hc-smoe"})
+    press(model, recipe, lambda: calibration("qwen3_moe", model))
+    with torch.no_grad():
+        inputs = zoo.batch(model, "qwen3_moe")
+        assert torch.allclose(model(**inputs).logits, before(**inputs).logits, atol=1e-5)
 
 
 def test_reference_drift_is_the_difference_of_two_models():
@@ -151,7 +215,9 @@ def test_solving_in_turn_approaches_solving_together():
     [
         ({"method": "reap", "merge.operator": "uniform"}, "does not use 'merge.operator'"),
         ({"method": "reap", "router": "redirect"}, "router rows"),
-        ({"method": "m-smoe", "sequential": True}, "does not use 'sequential'"),
+        ({"method": "m-smoe", "refit.method": "least-squares"}, "does not use 'refit.method'"),
+        ({"method": "ream", "plan.grouping": {"name": "capped", "size": 1}}, "size must be at least 2"),
+        ({"method": "ream", "keep": 2, "plan.grouping": {"name": "capped", "size": 3}}, "at least 3 must stay"),
         ({"method": "prune-refit", "refit.method": {"name": "least-squares", "ridge": 0}}, "ridge must be positive"),
         ({"method": "prune-refit", "refit.method": {"name": "least-squares", "target": "x"}}, "target"),
     ],

@@ -45,21 +45,42 @@ def test_equal_to_a_plain_count(name):
         gram = torch.zeros(len(counts), len(counts), dtype=torch.float64)
         gated, tokens = torch.zeros_like(counts), 0
         bank = visit.layer.bank
+        said = torch.zeros(len(counts), bank.up_EFD.shape[2], dtype=torch.float64)
+        added = said.clone()
         for batch in visit.batches():
             r = batch.routing
             for t in torch.arange(len(batch.keep_T))[batch.keep_T].tolist():
                 tokens += 1
                 gram += torch.outer(r.logits_TE[t].double(), r.logits_TE[t].double())
+                for e in range(len(counts)):
+                    said[e] += bank.output(e, r.hidden_TD[t])
                 for index, weight in zip(r.index_TK[t].tolist(), r.weight_TK[t].tolist(), strict=True):
                     if weight == 0:  # over the expert's capacity, which transformers enforces from 5.18 on
                         continue
                     counts[index] += 1
                     gated[index] += weight * bank.output(index, r.hidden_TD[t : t + 1]).norm().item()
+                    added[index] += weight * bank.output(index, r.hidden_TD[t])
         usage = statistics.of(visit.layer, "usage")
         assert torch.equal(usage["count"], counts) and usage["tokens"].item() == tokens
         assert torch.allclose(statistics.of(visit.layer, "router-gram")["gram"], gram, rtol=1e-5)
         assert torch.allclose(statistics.of(visit.layer, "output-norm")["gated"], gated, rtol=1e-4)
         assert statistics.of(visit.layer, "features")["count"].sum() == counts.sum()
+        assert torch.allclose(statistics.of(visit.layer, "gated-output")["sum"], added, rtol=1e-3, atol=1e-5)
+        assert torch.allclose(statistics.of(visit.layer, "mean-output")["sum"], said, rtol=1e-3, atol=1e-5)
+        assert statistics.of(visit.layer, "mean-output")["tokens"].item() == tokens
+
+
+def test_a_sample_is_spread_over_all_batches(monkeypatch):
+    monkeypatch.setattr(STATISTICS.get("mean-output"), "sampled", 6)
+    model, statistics = gather("qwen3_moe", names=["mean-output", "usage"])
+    for visit in walk(model, calibration("qwen3_moe", model)):
+        bank, expected = visit.layer.bank, 0
+        for batch in visit.batches():
+            real = torch.where(batch.keep_T)[0]
+            some = real[torch.linspace(0, len(real) - 1, 3).long()]
+            expected += torch.stack([bank.output(e, batch.routing.hidden_TD[some]).double().sum(0) for e in range(8)])
+        assert statistics.of(visit.layer, "mean-output")["tokens"].item() == 6
+        assert torch.allclose(statistics.of(visit.layer, "mean-output")["sum"], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_padding_changes_nothing():

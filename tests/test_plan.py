@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ def facts(index: int, counts: list[int], seed: int = 0, width: int = 6, groups: 
         "usage": {"count": torch.tensor(counts, dtype=torch.float64)},
         "router-gram": {"gram": logits_TE.T @ logits_TE},
         "features": {name: normal(experts, width).double().abs() for name in ("sum", "abs", "square")},
+        "gated-output": {"sum": normal(experts, width).double()},
+        "mean-output": {"sum": normal(experts, width).double(), "tokens": torch.tensor([2.0]).double()},
     }
     return LayerFacts(f"layers.{index}", index, lambda: bank, router, statistics, seed)
 
@@ -140,11 +143,18 @@ def test_redirect_cannot_drop():
         LayerPlan.model_validate(dict(name="a", experts=2, router="redirect", groups=[group], dropped=[1]))
 
 
-@pytest.mark.parametrize("name", [name for name in SIMILARITIES.names() if name != "random"])
+@pytest.mark.parametrize("name", [name for name in SIMILARITIES.names() if name not in ("random", "mean-output")])
 def test_similarities_are_cosines(name):
     matrix = SIMILARITIES.create(name).matrix(facts(0, [9, 5, 1, 0]))
     assert torch.allclose(matrix, matrix.T) and torch.allclose(matrix.diagonal(), torch.ones(4).double())
     assert matrix.abs().max() <= 1 + 1e-9
+
+
+def test_mean_outputs_are_compared_by_their_distance():
+    layer = facts(0, [9, 5, 1, 0])
+    mean_ED = layer.statistics["mean-output"]["sum"] / 2
+    matrix = SIMILARITIES.create("mean-output").matrix(layer)
+    assert all(abs(matrix[a, b] + (mean_ED[a] - mean_ED[b]).norm()) < 1e-9 for a in range(4) for b in range(4))
 
 
 def test_an_expert_without_tokens_is_similar_to_nothing():
@@ -166,3 +176,85 @@ def test_typos_get_a_suggestion(registry: Registry):
     name = registry.names()[0]
     with pytest.raises(MoepressError, match=f"did you mean '{name}'"):
         registry.get(name[:-1] + "x")
+
+
+@st.composite
+def situations(draw):
+    """Scores, similarities (with ties), leaders, router groups."""
+    blocks, size = draw(st.integers(1, 2)), draw(st.integers(2, 6))
+    experts = blocks * size
+    small = st.integers(0, 3)
+    score_E = torch.tensor(draw(st.lists(small, min_size=experts, max_size=experts))).double()
+    flat = draw(st.lists(small, min_size=experts**2, max_size=experts**2))
+    similarity_EE = torch.tensor(flat).double().reshape(experts, experts) - 2
+    similarity_EE = (similarity_EE + similarity_EE.T) / 2
+    similarity_EE.fill_diagonal_(2)
+    kept = blocks * draw(st.integers(1, size))
+    return score_E, similarity_EE, strongest(score_E, kept, blocks), blocks
+
+
+@pytest.mark.parametrize("linkage", ["average", "single", "complete"])
+@settings(max_examples=60, deadline=None)
+@given(situations())
+def test_clusters_partition_and_their_count_is_exact(linkage, situation):
+    score_E, similarity_EE, leaders, blocks = situation
+    groups = GROUPINGS.create("hierarchical", linkage=linkage).groups(score_E, similarity_EE, leaders, blocks)
+    size = len(score_E) // blocks
+    assert len(groups) == len(leaders) and sorted(e for group in groups for e in group) == list(range(len(score_E)))
+    assert all(score_E[group[0]] == score_E[group].max() for group in groups)
+    assert all(len({e // size for e in group}) == 1 for group in groups)  # nobody leaves its router group
+    assert [sum(group[0] // size == block for group in groups) for block in range(blocks)] == [
+        len(leaders) // blocks
+    ] * blocks
+
+
+def test_clusters_are_those_of_average_linkage():
+    """Points on a line: the nearest two join, then the nearest clusters by the mean of all distances."""
+    at_E = torch.tensor([0.0, 1.0, 2.5, 10.0, 11.0, 5.0]).double()
+    similarity_EE = -(at_E[:, None] - at_E[None, :]).abs()
+    score_E = torch.tensor([1, 2, 3, 1, 2, 9]).double()
+    hierarchical = GROUPINGS.create("hierarchical")
+    assert hierarchical.groups(score_E, similarity_EE, [0, 1, 2, 3]) == [[1, 0], [2], [4, 3], [5]]
+    assert hierarchical.groups(score_E, similarity_EE, [0, 1, 2]) == [[2, 1, 0], [4, 3], [5]]
+    assert hierarchical.groups(score_E, similarity_EE, [0, 1]) == [[4, 3], [5, 2, 1, 0]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(situations(), st.integers(2, 6))
+def test_caps_are_respected_from_the_most_important_down(situation, size):
+    score_E, similarity_EE, leaders, blocks = situation
+    capped = GROUPINGS.create("capped", size=size)
+    if len(leaders) < capped.least(len(score_E)):
+        return
+    groups = capped.groups(score_E, similarity_EE, leaders, blocks)
+    assert sorted(e for group in groups for e in group) == list(range(len(score_E)))
+    assert [group[0] for group in groups] == leaders and max(len(group) for group in groups) <= size
+    merging = [group for group in groups if len(group) > 1]
+    full = [group for group in groups if len(group) == size]
+    assert len(merging) - len(full) <= 1
+    alone = [group[0] for group in groups if len(group) == 1]
+    assert not merging or not alone or min(score_E[g[0]] for g in merging) >= max(score_E[e] for e in alone)
+
+
+def test_capped_groups_need_enough_leaders():
+    counts = [9, 8, 7, 6, 5, 4, 3, 2]
+    capped = replace(planner("uniform"), grouping=GROUPINGS.create("capped", size=2))
+    with pytest.raises(MoepressError, match="at least 4 must stay"):
+        capped.check([facts(0, counts)], set(), 3.0)
+    assert capped.make([facts(0, counts)], set(), 4.0).layers[0].physical == 4
+    with pytest.raises(MoepressError, match="size must be at least 2"):
+        GROUPINGS.create("capped", size=1)
+
+
+def test_scores_weigh_where_the_operator_wants_them():
+    layer = facts(0, [8, 4, 2, 2])
+    plan = replace(planner("uniform"), member_weights=lambda n: [x / sum(n) for x in n])
+    by_usage = plan.make([layer], set(), 1.0).layers[0].groups[0]
+    assert by_usage.weights == (0.5, 0.25, 0.125, 0.125)
+    layer.statistics["output-norm"] = {
+        name: torch.tensor(value).double()
+        for name, value in {"gated": [1.0, 2.0, 3.0, 4.0], "routed": [1.0, 1.0, 1.0, 1.0]}.items()
+    }
+    plan = replace(plan, saliency=SALIENCIES.create("reap"), weigh_by="score")
+    by_score = plan.make([layer], set(), 1.0).layers[0].groups[0]
+    assert by_score.leader == 3 and dict(zip(by_score.members, by_score.weights, strict=True))[2] == 0.3

@@ -345,6 +345,7 @@ def planner_of(recipe: Recipe) -> Planner:
         grouping=recipe.component("plan.grouping"),
         router=recipe.router,
         member_weights=recipe.component("merge.operator").weights,
+        weigh_by=recipe.component("merge.operator").weigh_by,
         multiple_of=recipe.multiple_of,
         rivals=recipe.rivals(),
     )

@@ -27,8 +27,19 @@ class FrequencyAverage(Average):
     paper = "MC-SMoE, https://arxiv.org/abs/2310.01334"
 
     def weights(self, usage: list[float]) -> list[float]:
-        total = sum(usage)
-        return [used / total for used in usage] if total > 0 else [1 / len(usage)] * len(usage)
+        return shares(usage)
+
+
+@MERGES.register("saliency")
+@dataclass(frozen=True)
+class SaliencyAverage(Average):
+    """The average weighted by how much each expert matters, by the saliency that the plan is made with."""
+
+    paper = "REAM, https://arxiv.org/abs/2604.04356"
+    weigh_by = "score"
+
+    def weights(self, usage: list[float]) -> list[float]:
+        return shares(usage)
 
 
 @MERGES.register("uniform")
@@ -40,3 +51,9 @@ class UniformAverage(Average):
 
     def weights(self, usage: list[float]) -> list[float]:
         return [1 / len(usage)] * len(usage)
+
+
+def shares(amounts: list[float]) -> list[float]:
+    """Each one's part of the total; equal ones of nothing."""
+    total = sum(amounts)
+    return [amount / total for amount in amounts] if total > 0 else [1 / len(amounts)] * len(amounts)

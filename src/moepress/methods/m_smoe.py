@@ -1,12 +1,9 @@
+"""Methods that merge experts, and the one that the others come from."""
+
 from moepress.methods.base import METHODS, Method
 
 
-@METHODS.register("m-smoe")
-class MSMoE(Method):
-    """Merge every expert into the dominant expert that the router treats most alike, aligned and weighted by usage;
-    layers that use more experts keep more."""
-
-    paper = "MC-SMoE, https://arxiv.org/abs/2310.01334"
+class Merging(Method):
     uses = frozenset(
         {
             "plan.saliency",
@@ -20,6 +17,7 @@ class MSMoE(Method):
             "align.memory",
             "merge.operator",
             "router",
+            "sequential",
         }
     )
     defaults = {
@@ -33,6 +31,14 @@ class MSMoE(Method):
         "merge.operator": "frequency",
         "router": "redirect",
     }
+
+
+@METHODS.register("m-smoe")
+class MSMoE(Merging):
+    """Merge every expert into the dominant expert that the router treats most alike, aligned and weighted by usage;
+    layers that use more experts keep more."""
+
+    paper = "MC-SMoE, https://arxiv.org/abs/2310.01334"
     presets = {
         # Algorithm 1 of the paper aligns every expert to expert 1 before anything is grouped.
         "paper": {"align.reference": "first"},

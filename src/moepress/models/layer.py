@@ -136,6 +136,11 @@ class Routing:
             x_nD = x_nD * self.input_scale_TK[token, slot, None]
         return token, x_nD, self.weight_TK[token, slot]
 
+    def at(self, tokens: Tensor) -> Routing:
+        """That of some tokens, given by a mask or by their numbers."""
+        named: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Routing(**{name: t[tokens] for name, t in named.items() if t is not None})
+
 
 @dataclass(frozen=True)
 class LayerBatch:
@@ -147,12 +152,14 @@ class LayerBatch:
 
     def kept(self) -> Routing:
         """The routing of the real tokens only."""
-        if bool(self.keep_T.all()):
-            return self.routing
-        r = self.routing
-        named: dict[str, Any] = {f.name: getattr(r, f.name) for f in fields(r)}
-        kept = {name: t[self.keep_T] for name, t in named.items() if t is not None}
-        return Routing(**kept)
+        return self.routing if bool(self.keep_T.all()) else self.routing.at(self.keep_T)
+
+    def thinned(self, count: int) -> LayerBatch:
+        """The same with at most so many real tokens, evenly spaced, and no padding."""
+        real_n = torch.where(self.keep_T)[0]
+        if len(real_n) > count:
+            real_n = real_n[torch.linspace(0, len(real_n) - 1, count, device=real_n.device).long()]
+        return LayerBatch(self.routing.at(real_n), torch.ones_like(real_n, dtype=torch.bool), self.domain)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,13 @@
 """Statistics of a model's routing and experts over calibration text."""
 
-from moepress.observe import features, output_norm, router_gram, usage  # noqa: F401 - registration
+from moepress.observe import (  # noqa: F401 - registration
+    features,
+    gated_output,
+    mean_output,
+    output_norm,
+    router_gram,
+    usage,
+)
 from moepress.observe.statistic import STATISTICS, LayerShape, Statistic
 from moepress.observe.statistics import Statistics
 

@@ -33,6 +33,8 @@ class Statistic(ABC):
     name: ClassVar[str]
     runs_experts: ClassVar[bool] = False
     """Whether `update` has to run every expert, which costs as much as the layer or more."""
+    sampled: ClassVar[int | None] = None
+    """About how many tokens are enough, for what is too dear to be done with all of them."""
 
     def __init__(self, shape: LayerShape) -> None:
         self.shape = shape

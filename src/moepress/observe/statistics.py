@@ -33,7 +33,8 @@ class Statistics:
         bank = layer.bank
         for batch in visit.batches():
             for statistic in gathered.values():
-                statistic.update(batch, bank)
+                enough = statistic.sampled and -(-statistic.sampled // len(visit))
+                statistic.update(batch.thinned(enough) if enough else batch, bank)
         for name, statistic in gathered.items():
             for key, value in statistic.sums.items():
                 if not torch.isfinite(value).all():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -25,7 +26,8 @@ class Planner:
     grouping: Grouping
     router: RouterAction
     member_weights: Callable[[list[float]], list[float]]
-    """Usage of a group's members -> what each counts in the merge."""
+    """Usage of a group's members, or their scores -> what each counts in the merge."""
+    weigh_by: Literal["usage", "score"] = "usage"
     multiple_of: int = 1
     rivals: tuple[Saliency, ...] = ()
     """Other saliencies, each of which is asked for a plan as well."""
@@ -43,13 +45,14 @@ class Planner:
 
     def limits(self, facts: LayerFacts) -> Limits:
         """A router that chooses among k rows needs at least top-k of them, equally many in each router group."""
+        wanted = self.grouping.least(facts.experts)
         if self.router == "redirect":
-            return Limits(1, facts.experts, self.multiple_of)
+            return Limits(wanted, facts.experts, self.multiple_of)
         groups = facts.router.groups
         step = groups * self.multiple_of // math.gcd(groups, self.multiple_of)
         reach = -(-facts.router.top_k // facts.router.topk_groups) * groups if groups > 1 else facts.router.top_k
         # Routers of this kind rank groups by the sum of their two best experts.
-        least = max(reach - facts.router.fixed_experts, 2 * groups if groups > 1 else 1, 1)
+        least = max(reach - facts.router.fixed_experts, 2 * groups if groups > 1 else 1, wanted)
         return Limits(least, facts.experts, step)
 
     def make(self, layers: list[LayerFacts], skipped: set[str], average: float) -> Plan:
@@ -111,10 +114,10 @@ class Planner:
         score_E = self.score(replace(facts, keep=count), saliency)
         router_groups = facts.router.groups if self.router != "redirect" else 1
         leaders = strongest(score_E, count, router_groups)
-        members = self.grouping.groups(score_E, self.similarity.matrix(facts), leaders)
-        usage = facts.statistics["usage"]["count"].tolist()
+        members = self.grouping.groups(score_E, self.similarity.matrix(facts), leaders, router_groups)
+        count_E = facts.statistics["usage"]["count"] if self.weigh_by == "usage" else score_E
         groups = tuple(
-            Group(leader=group[0], members=tuple(group), weights=tuple(self.member_weights([usage[e] for e in group])))
+            Group(leader=group[0], members=tuple(group), weights=tuple(self.member_weights(count_E[group].tolist())))
             for group in members
         )
         kept = {expert for group in members for expert in group}

@@ -15,9 +15,17 @@ class Grouping(ABC):
     drops: ClassVar[bool] = False
     """Whether experts are dropped, which a redirect cannot express."""
 
+    def least(self, experts: int) -> int:
+        """How many groups there must be at the least."""
+        return 1
+
     @abstractmethod
-    def groups(self, score_E: Tensor, similarity_EE: Tensor, leaders: list[int]) -> list[list[int]]:
-        """One list of experts per leader, the leader first. An expert in no list is dropped."""
+    def groups(
+        self, score_E: Tensor, similarity_EE: Tensor, leaders: list[int], router_groups: int = 1
+    ) -> list[list[int]]:
+        """As many lists of experts as there are leaders, who are the experts with the highest scores; whoever leads a
+        group in the end stands first in its list. An expert in no list is dropped. With `router_groups` the experts
+        form that many blocks, each of which must be given equally many groups, as `leaders` are."""
 
 
 def strongest(score_E: Tensor, k: int, router_groups: int = 1) -> list[int]:

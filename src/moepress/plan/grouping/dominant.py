@@ -12,7 +12,9 @@ class Dominant(Grouping):
 
     paper = "MC-SMoE, https://arxiv.org/abs/2310.01334"
 
-    def groups(self, score_E: Tensor, similarity_EE: Tensor, leaders: list[int]) -> list[list[int]]:
+    def groups(
+        self, score_E: Tensor, similarity_EE: Tensor, leaders: list[int], router_groups: int = 1
+    ) -> list[list[int]]:
         groups = {leader: [leader] for leader in leaders}
         for expert in range(len(score_E)):
             if expert not in groups:

@@ -12,5 +12,7 @@ class Prune(Grouping):
 
     drops = True
 
-    def groups(self, score_E: Tensor, similarity_EE: Tensor, leaders: list[int]) -> list[list[int]]:
+    def groups(
+        self, score_E: Tensor, similarity_EE: Tensor, leaders: list[int], router_groups: int = 1
+    ) -> list[list[int]]:
         return [[leader] for leader in leaders]

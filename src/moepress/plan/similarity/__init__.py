@@ -4,6 +4,8 @@ from moepress.plan.similarity import (  # noqa: F401 - registration
     expert_feature,
     expert_weight,
     expert_weight_feature,
+    gated_output,
+    mean_output,
     random,
     router_logits,
     router_weight,

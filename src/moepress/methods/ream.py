@@ -1,0 +1,19 @@
+from moepress.methods.base import METHODS
+from moepress.methods.m_smoe import Merging
+
+
+@METHODS.register("ream")
+class REAM(Merging):
+    """Prune as REAP does, but merge what is removed into the few most important experts, layer after layer; the router
+    keeps the rows of those that stay."""
+
+    paper = "REAM, https://arxiv.org/abs/2604.04356"
+    defaults = Merging.defaults | {
+        "plan.saliency": "reap",
+        "plan.similarity": "gated-output+router-logits",
+        "plan.budget": "uniform",
+        "plan.grouping": "capped",
+        "merge.operator": "saliency",
+        "router": "keep",
+        "sequential": True,
+    }

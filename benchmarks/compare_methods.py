@@ -36,6 +36,9 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "hc-smoe, rows": {"method": "hc-smoe", "router": "keep"},
     "hc-smoe, rows, aligned": {"method": "hc-smoe", "router": "keep", "align.method": "weight-matching"},
     "ream": {"method": "ream"},
+    "ream, paper": {"method": "ream", "preset": "paper"},
+    "merge-moe, uniform, rows": {"method": "merge-moe", "plan.budget": "uniform", "router": "keep"},
+    "merge-moe, uniform, redirect": {"method": "merge-moe", "plan.budget": "uniform"},
     "prune-refit": {"method": "prune-refit"},
     "prune-refit, layer target": {
         "method": "prune-refit",

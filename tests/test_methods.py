@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,10 +16,11 @@ from moepress.errors import MoepressError
 from moepress.methods import METHODS
 from moepress.models.find import find_layers
 from moepress.models.walk import walk
-from moepress.pipeline import press
+from moepress.pipeline import press, rebuild
+from moepress.plan import Group, LayerPlan
 from moepress.recipe import make_recipe
 from moepress.refit import REFITS
-from moepress.refit.least_squares import _solve_in_turn, _solve_together
+from moepress.refit.least_squares import Piece, _solve_in_turn, _solve_together
 
 from . import zoo
 from .test_observe import calibration
@@ -93,9 +96,10 @@ def test_sequential_sees_the_compressed_model(method):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "laguna", "granitemoe", "llama4"])
 @pytest.mark.parametrize("target", ["original", "layer"])
-def test_least_squares_brings_the_output_nearer_to_the_original(name, target):
+@pytest.mark.parametrize("method", ["prune-refit", "merge-moe"])
+def test_least_squares_brings_the_output_nearer_to_the_original(method, name, target):
     def error(refit) -> float:
-        model, _ = pressed(name, batches=12, method="prune-refit", **{"refit.method": refit})
+        model, _ = pressed(name, batches=12, method=method, **{"refit.method": refit})
         original = zoo.build(name)
         total = 0.0
         with torch.no_grad():
@@ -111,6 +115,8 @@ def test_least_squares_brings_the_output_nearer_to_the_original(name, target):
 def test_budgets_come_from_a_first_pass_and_groups_from_the_sequential_one(method):
     """The counts are those of the whole model; what decides on groups in the second layer is not."""
     given = {"method": method, "plan.budget": "adaptive", "plan.saliency": "frequency"}
+    if "refit.method" in METHODS.get(method).uses:
+        given["refit.method"] = "none"
     _, at_once = pressed("mixtral", **given, sequential=False)
     _, in_turn = pressed("mixtral", **given, sequential=True)
     assert [layer.physical for layer in at_once.plan.layers] == [layer.physical for layer in in_turn.plan.layers]
@@ -139,7 +145,7 @@ def test_hc_smoe_merges_the_clusters_of_mean_outputs():
 
 
 def test_ream_merges_what_reap_removes_into_the_most_salient():
-    _, outcome = pressed("mixtral", method="ream", sequential=False)
+    _, outcome = pressed("mixtral", method="ream", preset="paper", sequential=False)
     _, pruned = pressed("mixtral", method="reap", sequential=False)
     assert all(spec.router == "rows" for spec in outcome.specs.values())
     for layer, other in zip(outcome.plan.layers, pruned.plan.layers, strict=True):
@@ -194,20 +200,64 @@ def test_reference_drift_is_the_difference_of_two_models():
         assert torch.allclose((seen["a"] - seen["b"]).reshape(streams[i].shape), streams[i], atol=1e-4)
 
 
-def test_solving_in_turn_approaches_solving_together():
-    model = zoo.build("qwen3_moe")
-    from moepress.refit.least_squares import Piece
+def half(layer):
+    """Merge every second expert into the one before it, with all router rows left."""
+    groups = tuple(Group(leader=e, members=(e, e + 1), weights=(0.5, 0.5)) for e in range(0, 8, 2))
+    plan = LayerPlan(name=layer.name, experts=8, router="redirect", groups=groups)
+    rebuild(layer, plan, make_recipe({"keep": 4, "align.method": "none"}))
 
-    for visit in walk(model, calibration("qwen3_moe", model, 20)):
-        bank, pieces = visit.layer.bank, []
-        draw = torch.Generator().manual_seed(0)
-        for batch in visit.batches():
-            missing = torch.randn(batch.routing.hidden_TD.shape, generator=draw)
-            pieces.append(Piece(batch, missing, torch.ones(len(missing))))
-        together = _solve_together(bank, pieces, 0.1)
-        apart = _solve_in_turn(bank, pieces, 0.1, rounds=60)
-        assert torch.allclose(together, apart, atol=0.02 * float(together.abs().max()))
-        break
+
+def test_merged_experts_are_solved_for_all_calls_of_a_token():
+    """Under a redirect a token may call one expert twice. The solution is that of one dense ridge regression on the
+    block's own response to each entry of the down projections."""
+    model = zoo.build("qwen3_moe")
+    refit = REFITS.create("least-squares", target="layer", relative=0.0, ridge=0.05)
+    visit = next(walk(model, calibration("qwen3_moe", model, 20), sequential=True))
+    layer = visit.layer
+    keep_T = torch.cat([batch.keep_T for batch in visit.batches()])
+
+    def outputs() -> torch.Tensor:
+        return torch.cat([visit.output(i) for i in visit.numbers])[keep_T].double()
+
+    whole = refit.remember(visit)
+    wanted_T = outputs()[:, 0]
+    half(layer)
+    chosen = torch.cat([batch.kept().index_TK for batch in visit.batches()])
+    assert bool((chosen // 2)[:, 0].eq((chosen // 2)[:, 1]).any())  # somebody calls one expert twice
+    bank = layer.bank.map(lambda _, t: t.clone())
+    missing_T = wanted_T - outputs()[:, 0]
+    columns = []
+    for e, f in itertools.product(range(4), range(bank.hidden_units)):
+        unit = torch.zeros_like(bank.down_EDF)
+        unit[e, 0, f] = 1
+        layer.adapter.write_bank(layer.block, replace(bank, down_EDF=unit))
+        columns.append(outputs()[:, 0])
+    layer.adapter.write_bank(layer.block, bank)
+    design = torch.stack(columns, dim=1)
+    gram = design.T @ design
+    ridge = 0.05 * gram.diagonal().mean() * torch.eye(len(gram)).double()
+    expected = torch.linalg.solve(gram + ridge, design.T @ missing_T)
+    refit.fit(visit, whole)
+    change = (layer.bank.down_EDF - bank.down_EDF)[:, 0].reshape(-1).double()
+    assert torch.allclose(change, expected, atol=1e-3 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_solving_in_turn_approaches_solving_together(merged):
+    model = zoo.build("qwen3_moe")
+    visit = next(walk(model, calibration("qwen3_moe", model, 20), sequential=True))
+    pieces, draw = [], torch.Generator().manual_seed(0)
+    if merged:
+        half(visit.layer)
+    for batch in visit.batches():
+        missing = torch.randn(batch.routing.hidden_TD.shape, generator=draw)
+        if merged:
+            expert_map = visit.layer.adapter.expert_map(visit.layer.block)
+            batch = replace(batch, routing=batch.routing.redirected(expert_map))
+        pieces.append(Piece(batch, missing, torch.ones(len(missing))))
+    together = _solve_together(visit.layer.bank, pieces, 0.1)
+    apart = _solve_in_turn(visit.layer.bank, pieces, 0.1, rounds=60)
+    assert torch.allclose(together, apart, atol=0.02 * float(together.abs().max()))
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,15 @@ class REAM(Merging):
 
     paper = "REAM, https://arxiv.org/abs/2604.04356"
     defaults = Merging.defaults | {
-        "plan.saliency": "reap",
+        "plan.saliency": "reap-all",
         "plan.similarity": "gated-output+router-logits",
         "plan.budget": "uniform",
         "plan.grouping": "capped",
         "merge.operator": "saliency",
         "router": "keep",
         "sequential": True,
+    }
+    presets = {
+        # The paper's mean over routed tokens ranks an expert high that hardly any token chose.
+        "paper": {"plan.saliency": "reap"},
     }

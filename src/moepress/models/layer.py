@@ -136,6 +136,13 @@ class Routing:
             x_nD = x_nD * self.input_scale_TK[token, slot, None]
         return token, x_nD, self.weight_TK[token, slot]
 
+    def redirected(self, map_E: Tensor) -> Routing:
+        """The same with the physical expert of each chosen one, for a layer that redirects. A token can then have an
+        expert several times. Indices of fixed rows lie beyond all experts as before."""
+        own = self.index_TK < len(map_E)
+        physical_TK = map_E[self.index_TK.clamp(max=len(map_E) - 1).long()]
+        return replace(self, index_TK=torch.where(own, physical_TK, self.index_TK))
+
     def at(self, tokens: Tensor) -> Routing:
         """That of some tokens, given by a mask or by their numbers."""
         named: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -61,18 +61,21 @@ class LeastSquares(Refit):
         return self, ""
 
     def remember(self, visit: LayerVisit) -> dict[int, Tensor]:
+        visit.strength  # noqa: B018 - measured while the layer is whole
         return dict(zip(visit.numbers, (output_TD for _, output_TD in visit.batches_with_output()), strict=True))
 
     @torch.no_grad()
     def fit(self, visit: LayerVisit, whole: dict[int, Tensor]) -> None:
         layer = visit.layer
-        bank = layer.bank
+        bank, expert_map = layer.bank, layer.adapter.expert_map(layer.block)
         pieces = []
         for i, (batch, output_TD) in zip(visit.numbers, visit.batches_with_output(), strict=True):
             missing_TD = whole.pop(i) - output_TD
             if i in visit.drift:
                 missing_TD = missing_TD + visit.drift[i]
             weight_T = visit.token_weight(i, self.relative).to(missing_TD.device).sqrt()
+            if expert_map is not None:
+                batch = replace(batch, routing=batch.routing.redirected(expert_map))
             pieces.append(Piece(batch, missing_TD.float() / visit.strength, weight_T))
         mean = torch.cat([p.weight_T[p.batch.keep_T] for p in pieces]).square().mean().sqrt()
         for piece in pieces:
@@ -99,13 +102,20 @@ class Piece:
         real = self.batch.keep_T[token_n]
         token_n, x_nD, gate_n = token_n[real], x_nD[real], gate_n[real].float()
         units_nF = bank.hidden(e, x_nD.to(bank.up_EFD.dtype)).float()
-        return token_n, units_nF * (gate_n * self.weight_T[token_n])[:, None]
+        units_nF = units_nF * (gate_n * self.weight_T[token_n])[:, None]
+        one_n, where_n = torch.unique_consecutive(token_n, return_inverse=True)
+        if len(one_n) < len(token_n):  # tokens that chose two experts which are now the same
+            units_nF = units_nF.new_zeros(len(one_n), units_nF.shape[1]).index_add_(0, where_n, units_nF)
+        return one_n, units_nF
 
     def served_TK(self, experts: int) -> Tensor:
-        """Which expert serves each choice of each token; -1 on padding and where none does."""
+        """Which expert serves each choice of each token; -1 on padding, where none does, and where an earlier choice
+        of the token has named it already."""
         index_TK, weight_TK = self.batch.routing.index_TK, self.batch.routing.weight_TK
         served_TK = (index_TK < experts) & (weight_TK != 0) & self.batch.keep_T[:, None]
-        return torch.where(served_TK, index_TK.long(), -1)
+        expert_TK = torch.where(served_TK, index_TK.long(), -1)
+        repeated_TK = (expert_TK[:, :, None] == expert_TK[:, None, :]).tril(-1).any(-1)
+        return expert_TK.masked_fill(repeated_TK, -1)
 
     @property
     def weighted_missing_TD(self) -> Tensor:

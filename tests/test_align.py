@@ -9,8 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moepress.align import ALIGNMENTS, SOLVERS, align_bank, align_group
+from moepress.align import ALIGNMENTS, SOLVERS, Pair, align_bank, align_group, match
+from moepress.align.activation_matching import standardised
 from moepress.align.solvers import certified_gap
+from moepress.models.inputs import ExpertInputs
 from moepress.models.layer import ExpertBank, permute_units
 
 
@@ -75,6 +77,23 @@ def test_certificate_never_promises_too_much():
     assert certified_gap(cost, torch.tensor([0, 1]), torch.tensor([1.0, 0.0])) >= 0
     poor = certified_gap(cost + torch.eye(2), torch.tensor([1, 0]), torch.zeros(2))
     assert poor >= (5 - 3) / 3  # best total is 5, reached is 3
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes, st.integers(0, 1000))
+def test_activations_find_a_hidden_permutation_whatever_the_scale_of_the_units(shape, seed):
+    made = bank(*shape, seed=seed)
+    expert, draw = made.expert(0), torch.Generator().manual_seed(seed)
+    order = torch.randperm(made.hidden_units, generator=draw)
+    other = permute_units(expert, order)
+    other["down_EDF"] = torch.randn(other["down_EDF"].shape, generator=draw, dtype=torch.float64)
+    x_ND = torch.randn(200, made.up_EFD.shape[2], generator=draw, dtype=torch.float64)
+    inputs = ExpertInputs(x_ND, made.activation)
+    pair = Pair(expert, other, inputs)
+    (solution,) = match(ALIGNMENTS.create("activation-matching"), SOLVERS.create("scipy"), [pair]) or []
+    found = permute_units(other, solution.order)
+    # Up to their scale: units that are multiples of each other can stand for each other.
+    assert torch.allclose(standardised(inputs.hidden(found)), standardised(inputs.hidden(expert)), atol=1e-9)
 
 
 def test_align_bank_keeps_functions_and_the_original():

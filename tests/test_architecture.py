@@ -35,6 +35,7 @@ methods
 recipe
 fit trial
 journal
+rebuild
 pipeline
 report bench
 api

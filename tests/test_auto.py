@@ -16,9 +16,10 @@ from moepress.models.probe import probe
 from moepress.models.taps import after_forward
 from moepress.models.walk import CalibrationBatch, host_of, walk
 from moepress.observe import Statistics
-from moepress.pipeline import facts_of, planner_of, press, rebuild
+from moepress.pipeline import facts_of, planner_of, press
 from moepress.plan import Plan
 from moepress.plan.saliency import SALIENCIES
+from moepress.rebuild import rebuild
 from moepress.recipe import make_recipe
 from moepress.refit import REFITS
 from moepress.trial import attempt, split

@@ -7,9 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moepress.align import ALIGNMENTS, SOLVERS
-from moepress.merge import MERGES, merge_layer, router_rows
-from moepress.models.layer import RouterView, permute_units
+from moepress.align import ALIGNMENTS, SOLVERS, align_group
+from moepress.merge import MERGES, Evidence, merge_layer, router_rows
+from moepress.merge.repair import statistics
+from moepress.models.inputs import ExpertInputs
+from moepress.models.layer import ExpertBank, RouterView, permute_units
 from moepress.plan import Group, LayerPlan
 
 from .test_align import bank
@@ -24,18 +26,38 @@ def one_group(experts: int, usage: list[float], operator: str, leader: int = 0) 
     return LayerPlan(name="layer", experts=experts, router="redirect", groups=(group,))
 
 
+def evidence(made: ExpertBank, fisher: ExpertBank | None = None, tokens: int = 64) -> Evidence:
+    """The same random tokens for every group, and random Fisher information unless it is given."""
+    draw = torch.Generator().manual_seed(1)
+    x_ND = torch.randn(tokens, made.up_EFD.shape[2], generator=draw, dtype=made.up_EFD.dtype)
+    inputs = {leader: ExpertInputs(x_ND, made.activation) for leader in range(made.num_experts)}
+    return Evidence(inputs, fisher or made.map(lambda _, t: torch.rand(t.shape, generator=draw, dtype=t.dtype)))
+
+
+def merged_bank(made: ExpertBank, plan: LayerPlan, operator: str, fisher: ExpertBank | None = None) -> ExpertBank:
+    merge = MERGES.create(operator)
+    alignment = MATCHING if merge.aligns else ALIGNMENTS.create("none")
+    return merge_layer(made, plan, merge, alignment, SCIPY, evidence=evidence(made, fisher)).bank
+
+
+def stack(experts: list[dict[str, torch.Tensor]], like: ExpertBank) -> ExpertBank:
+    return like.map(lambda name, _: torch.stack([expert[name] for expert in experts]))
+
+
 @pytest.mark.parametrize("operator", MERGES.names())
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(0, 9), min_size=2, max_size=5), st.booleans(), st.integers(0, 1000))
-def test_identical_experts_merge_into_themselves_in_any_unit_order(operator, usage, gated, seed):
-    one = bank(1, gated=gated, seed=seed)
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=5), st.booleans(), st.booleans(), st.integers(0, 1000))
+def test_identical_experts_merge_into_themselves_in_any_unit_order(operator, usage, gated, bias, seed):
+    one = bank(1, gated=gated, bias=bias, seed=seed)
     draw = torch.Generator().manual_seed(seed)
     copies = [permute_units(one.expert(0), torch.randperm(one.hidden_units, generator=draw)) for _ in usage]
     copies[0] = one.expert(0)
-    many = one.map(lambda name, _: torch.stack([copy[name] for copy in copies]))
-    merged = merge_layer(many, one_group(len(usage), usage, operator), MERGES.create(operator), MATCHING, SCIPY)
-    for name, tensor in one.tensors().items():
-        assert torch.allclose(merged.bank.tensors()[name], tensor, atol=1e-12)
+    merged = merged_bank(stack(copies, one), one_group(len(usage), usage, operator), operator)
+    x_TD = evidence(one).inputs[0].x_ND
+    assert torch.allclose(merged.output(0, x_TD), one.output(0, x_TD), atol=1e-9)
+    if operator != "zipit":  # which may join units that are never active
+        for name, tensor in one.tensors().items():
+            assert torch.allclose(merged.tensors()[name], tensor, atol=1e-9)
 
 
 @pytest.mark.parametrize("operator", MERGES.names())
@@ -43,13 +65,86 @@ def test_identical_experts_merge_into_themselves_in_any_unit_order(operator, usa
 @given(st.integers(0, 1000))
 def test_merging_does_not_depend_on_the_unit_order_of_the_members(operator, seed):
     made = bank(3, units=7, seed=seed)
+    fisher = made.map(lambda _, t: torch.rand_like(t))
     plan = one_group(3, [3.0, 2.0, 1.0], operator)
-    shuffled = [made.expert(0)] + [permute_units(made.expert(e), torch.randperm(7)) for e in (1, 2)]
-    other = made.map(lambda name, _: torch.stack([expert[name] for expert in shuffled]))
-    first = merge_layer(made, plan, MERGES.create(operator), MATCHING, SCIPY).bank
-    second = merge_layer(other, plan, MERGES.create(operator), MATCHING, SCIPY).bank
-    for name, tensor in first.tensors().items():
-        assert torch.allclose(tensor, second.tensors()[name], atol=1e-9)
+    orders = [torch.arange(7), torch.randperm(7), torch.randperm(7)]
+    shuffled = [
+        stack([permute_units(source.expert(e), order) for e, order in enumerate(orders)], source)
+        for source in (made, fisher)
+    ]
+    x_TD = torch.randn(20, 5, dtype=torch.float64)
+    outputs = [merged_bank(b, plan, operator, f).output(0, x_TD) for b, f in ((made, fisher), shuffled)]
+    assert torch.allclose(*outputs, atol=1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 5), st.booleans(), st.booleans(), st.integers(0, 1000))
+def test_zipit_of_duplicated_units_is_exact(members, gated, bias, seed):
+    """Members that hold the same units in different multiplicity: the sum of what merged units write is exact, their
+    average is not (an error of the reference code)."""
+    distinct = bank(1, units=4, gated=gated, bias=bias, seed=seed)
+    draw = torch.Generator().manual_seed(seed)
+    experts = []
+    for _ in range(members):
+        # Each of the four units at least once, two of them twice, and other columns for each member.
+        repeated = torch.cat([torch.randperm(4, generator=draw), torch.randint(4, (2,), generator=draw)])
+        expert = permute_units(distinct.expert(0), repeated)
+        expert["down_EDF"] = torch.randn(5, 6, generator=draw, dtype=torch.float64)
+        experts.append(expert)
+    made = stack(experts, distinct)
+    usage = [float(e + 1) for e in range(members)]
+    weighted = MERGES.create("zipit", weighted="frequency")
+    members_ = tuple(range(members))
+    group = Group(leader=0, members=members_, weights=tuple(weighted.weights(usage)))
+    plan = LayerPlan(name="layer", experts=members, router="redirect", groups=(group,))
+    merged = merge_layer(made, plan, weighted, ALIGNMENTS.create("none"), SCIPY, evidence=evidence(made)).bank
+    x_TD = evidence(made).inputs[0].x_ND
+    wanted = sum(w * made.output(e, x_TD) for e, w in enumerate(group.weights))
+    assert torch.allclose(merged.output(0, x_TD), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_repair_restores_mean_and_deviation(gated, bias):
+    made = bank(3, units=12, gated=gated, bias=bias)
+    plan = one_group(3, [1.0, 1.0, 1.0], "repair")
+    merged = merged_bank(made, plan, "repair").expert(0)
+    inputs = evidence(made).inputs[0]
+    plain = merged_bank(made, plan, "uniform").expert(0)
+    aligned = align_group(MATCHING, SCIPY, made.expert(0), [made.expert(1), made.expert(2)]).experts
+    members = [made.expert(0), *aligned]
+
+    def wanted(look):
+        return [sum(column) / 3 for column in zip(*(statistics(look(expert)) for expert in members), strict=True)]
+
+    for part in inputs.preactivations(merged):
+        look = lambda expert, part=part: inputs.preactivations(expert)[part]  # noqa: E731
+        mean_F, deviation_F = statistics(look(merged))
+        assert torch.allclose(deviation_F, wanted(look)[1], rtol=1e-6)
+        assert not torch.allclose(statistics(look(plain))[1], wanted(look)[1], rtol=1e-2)
+        assert not bias or torch.allclose(mean_F, wanted(look)[0], atol=1e-6)
+    # What leaves the activation is repaired in down: with the scale and shift that down applies, it has the members'
+    # statistics.
+    hidden_NF = inputs.hidden(merged)
+    average = merge_layer(made, plan, MERGES.create("uniform"), MATCHING, SCIPY).bank.expert(0)
+    scale_F = (merged["down_EDF"] / average["down_EDF"]).mean(0)
+    assert torch.allclose(merged["down_EDF"], average["down_EDF"] * scale_F)
+    mean_F, deviation_F = wanted(inputs.hidden)
+    assert torch.allclose(statistics(hidden_NF * scale_F)[1], deviation_F, rtol=1e-6)
+    if bias:
+        output_ND = hidden_NF @ merged["down_EDF"].T + merged["down_bias_ED"]
+        exact_D = average["down_EDF"] @ mean_F + average["down_bias_ED"]
+        assert torch.allclose(output_ND.mean(0), exact_D, atol=1e-6)
+
+
+def test_repair_leaves_units_alone_that_do_not_vary():
+    made = bank(2, units=4, gated=False, bias=True)
+    made.up_EFD[0, 0] = 1.0
+    made.up_EFD[1, 0] = -1.0  # their average reads nothing
+    merge = MERGES.create("repair")
+    nothing = ALIGNMENTS.create("none")
+    merged = merge_layer(made, one_group(2, [1, 1], "repair"), merge, nothing, SCIPY, evidence=evidence(made)).bank
+    assert all(torch.isfinite(tensor).all() for tensor in merged.tensors().values())
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=6), st.sampled_from(MERGES.names()))

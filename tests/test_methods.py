@@ -13,8 +13,10 @@ from scipy.cluster.hierarchy import cut_tree, linkage
 from scipy.spatial.distance import pdist
 
 from moepress.errors import MoepressError
+from moepress.merge import MERGES
 from moepress.methods import METHODS
 from moepress.models.find import find_layers
+from moepress.models.layer import permute_units
 from moepress.models.walk import walk
 from moepress.pipeline import press, rebuild
 from moepress.plan import Group, LayerPlan
@@ -46,6 +48,33 @@ def test_finite_right_size_deterministic(method, name):
         assert torch.isfinite(model(**zoo.batch(model, name)).logits).all()
     again, _ = pressed(name, method=method)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "switch_transformers", "llama4"])
+@pytest.mark.parametrize("operator", MERGES.names())
+def test_every_operator_on_gated_and_plain_experts_with_and_without_biases(operator, name):
+    model, outcome = pressed(name, **{"merge.operator": operator})
+    assert outcome.specs and all(torch.isfinite(p).all() for p in model.parameters())
+    again, _ = pressed(name, **{"merge.operator": operator})
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("reference", ["first", "dominant"])
+@pytest.mark.parametrize("name", ["gpt_oss", "switch_transformers"])
+def test_duplicates_are_found_by_their_activations(name, reference):
+    """Experts that are each other's copies in another unit order merge without loss, sequentially or not."""
+    model = zoo.build(name)
+    draw = torch.Generator().manual_seed(0)
+    for layer in find_layers(model):
+        bank = layer.bank
+        copies = [permute_units(bank.expert(0), torch.randperm(bank.hidden_units, generator=draw)) for _ in range(8)]
+        layer.adapter.write_bank(layer.block, bank.map(lambda n, _, copies=copies: torch.stack([c[n] for c in copies])))
+    before = copy.deepcopy(model)
+    given = {"align.method": "activation-matching", "align.reference": reference, "merge.operator": "uniform"}
+    press(model, make_recipe({"keep": 3, "plan.skip": "none", **given}), lambda: calibration(name, model, 4))
+    with torch.no_grad():
+        inputs = zoo.batch(model, name)
+        assert torch.allclose(model(**inputs).logits, before(**inputs).logits, atol=1e-4)
 
 
 @pytest.mark.parametrize("method", METHODS.names())
@@ -265,6 +294,7 @@ def test_solving_in_turn_approaches_solving_together(merged):
     [
         ({"method": "reap", "merge.operator": "uniform"}, "does not use 'merge.operator'"),
         ({"method": "reap", "router": "redirect"}, "router rows"),
+        ({"merge.operator": "zipit", "align.method": "weight-matching"}, "use align.method=none"),
         ({"method": "m-smoe", "refit.method": "least-squares"}, "does not use 'refit.method'"),
         ({"method": "ream", "plan.grouping": {"name": "capped", "size": 1}}, "size must be at least 2"),
         ({"method": "ream", "keep": 2, "plan.grouping": {"name": "capped", "size": 3}}, "at least 3 must stay"),

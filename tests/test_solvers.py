@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from moepress.align import ALIGNMENTS, SOLVERS, align_bank, kinds, match
+from moepress.align import ALIGNMENTS, SOLVERS, Pair, align_bank, kinds, match
 from moepress.align.costs import fill_costs, squared_norms
 from moepress.align.solvers import Solution, Solver, auction, auction_cpu, certified_gap
 from moepress.align.solvers.auction import epsilons
@@ -242,7 +242,7 @@ def test_a_merged_layer_tells_how_it_was_aligned() -> None:
 def test_costs_are_inner_products_of_whole_units(dtype: torch.dtype, gated: bool) -> None:
     made = bank(experts=2, gated=gated).map(lambda _, tensor: tensor.to(dtype))
     alignment = ALIGNMENTS.create("weight-matching")
-    first, second = (alignment.units(made.expert(e)) for e in range(2))
+    first, second = (alignment.units(made.expert(e), None) for e in range(2))
     rows = [torch.cat([part.double() for part in parts], dim=1) for parts in (first, second)]
     costs_NFF = torch.full((1, 8, 8), float("nan"))
     fill_costs(costs_NFF, [(first, second)])
@@ -252,12 +252,12 @@ def test_costs_are_inner_products_of_whole_units(dtype: torch.dtype, gated: bool
 
 def test_rounded_operands_lose_little() -> None:
     made = bank(experts=2, units=200, width=64)
-    pair = [(made.expert(0), made.expert(1))]
+    pair = [Pair(made.expert(0), made.expert(1))]
     (exact,) = match(ALIGNMENTS.create("weight-matching"), SOLVERS.create("auction"), pair) or []
     rounded_method = ALIGNMENTS.create("weight-matching", operands="bfloat16")
     (rounded,) = match(rounded_method, SOLVERS.create("auction"), pair) or []
     costs_NFF = torch.empty(1, 200, 200)
-    units = [ALIGNMENTS.create("weight-matching").units(expert) for expert in pair[0]]
+    units = [ALIGNMENTS.create("weight-matching").units(expert, None) for expert in (pair[0].reference, pair[0].other)]
     fill_costs(costs_NFF, [(units[0], units[1])])
     lost = total(costs_NFF[0], exact.order) - total(costs_NFF[0], rounded.order)
     assert lost <= 1e-3 * total(costs_NFF[0], exact.order)

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from moepress.align import match
+from moepress.align import Pair, match
 from moepress.api import open_source
 from moepress.checkpoint.sizes import human_size, predicted_sizes, sizes_of
 from moepress.data.batches import calibration_batches
 from moepress.fit import average_experts, check_fit, skipped_layers
 from moepress.models.find import find_layers
+from moepress.models.inputs import ExpertInputs
 from moepress.models.layer import CompactSpec, MoELayer
 from moepress.models.walk import CalibrationBatch, walk
 from moepress.observe import Statistics
@@ -111,5 +112,7 @@ def _one_alignment(layer: MoELayer, recipe: Recipe) -> float:
     solver.solve(torch.eye(128))  # compiled code is loaded once, not for each alignment
     start = time.perf_counter()
     with torch.no_grad():
-        match(recipe.component("align.method"), solver, [(bank.expert(0), bank.expert(1))])
+        method = recipe.component("align.method")
+        tokens = ExpertInputs(torch.randn(method.tokens, bank.up_EFD.shape[2]).to(bank.up_EFD.device), bank.activation)
+        match(method, solver, [Pair(bank.expert(0), bank.expert(1), tokens)])
     return time.perf_counter() - start

@@ -12,11 +12,9 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from moepress.align import ALIGNMENTS, Solution, align_bank, kinds
 from moepress.errors import MoepressError
-from moepress.fit import average_experts, check_fit, parse_size, skipped_layers
+from moepress.fit import average_experts, check_fit, skipped_layers
 from moepress.journal import Finished, Journal, Observed
-from moepress.merge import merge_layer, router_rows
 from moepress.models.find import find_layers
 from moepress.models.layer import CompactSpec, ExpertBank, MoELayer
 from moepress.models.probe import probe
@@ -25,6 +23,7 @@ from moepress.models.walk import walk
 from moepress.observe import Statistics
 from moepress.plan import LayerFacts, LayerPlan, Plan, Planner
 from moepress.progress import track
+from moepress.rebuild import align_to_first, evidence_of, rebuild, tokens_wanted
 from moepress.recipe import Recipe
 from moepress.refit import Refit
 from moepress.trial import attempt, split
@@ -102,7 +101,7 @@ def press(
 
     with outcome.timed("plan"):
         counts = {} if plan else planner.counts(facts_of(layers, outcome.statistics, recipe), skipped, average, scores)
-    if recipe.sequential or refit.visits:
+    if recipe.sequential or refit.visits or tokens_wanted(recipe):
         widened = weights.widened(calibration_dtype(recipe, weights.device))
         with outcome.timed("merge"), stored_dtypes(layers) as stored, widened:
             text = batches()
@@ -165,7 +164,7 @@ def finish_unseen(
 ) -> Finished:
     recipe = outcome.recipe
     whole = counts.get(layer.name) == layer.num_experts or (plan is not None and plan.of(layer.name).untouched)
-    aligned = align_to_first(layer, recipe) if recipe.align.reference == "first" and not whole else None
+    aligned = None if whole else align_to_first(layer, recipe)
     if plan is not None:
         chosen = plan.of(layer.name)
     else:
@@ -221,7 +220,7 @@ def finish_visited(
     layer, recipe = visit.layer, outcome.recipe
     gathered = outcome.statistics.gather(visit, planner.needs) if plan is None and recipe.sequential else {}
     whole = counts.get(layer.name) == layer.num_experts or (plan is not None and plan.of(layer.name).untouched)
-    aligned = align_to_first(layer, recipe) if recipe.align.reference == "first" and not whole else None
+    aligned = None if whole else align_to_first(layer, recipe, visit)
     picked, refitted = None, True
     if plan is not None:
         chosen = plan.of(layer.name)
@@ -229,7 +228,7 @@ def finish_visited(
         facts = facts_of(visit, outcome.statistics, recipe)[0]
         chosen, refitted, picked = pick(visit, planner.candidates(facts, counts[layer.name]), refit, recipe)
     outputs = refit.remember(visit) if refitted and not chosen.untouched else {}
-    done = rebuild(layer, chosen, recipe, aligned)
+    done = rebuild(layer, chosen, recipe, aligned, evidence_of(visit, chosen, recipe))
     if not chosen.untouched:
         visit.changed()
         if refitted:
@@ -246,10 +245,10 @@ def pick(
     if len(plans) == 1:
         return next(iter(plans.values())), True, None
     fit, held = split(visit)
-    tried = {
-        name: attempt(visit, partial(rebuild, plan=plan, recipe=recipe), refit, fit, held)
-        for name, plan in plans.items()
-    }
+    tried = {}
+    for name, plan in plans.items():
+        carry_out = partial(rebuild, plan=plan, recipe=recipe, evidence=evidence_of(visit, plan, recipe))
+        tried[name] = attempt(visit, carry_out, refit, fit, held)
     name = min(tried, key=lambda name: tried[name].best)
     return plans[name], tried[name].refitted <= tried[name].plain, name
 
@@ -296,45 +295,6 @@ def stored_dtypes(layers: list[MoELayer]) -> Iterator[dict[str, dict[str, torch.
             dtype = before[layer.name].get(name, tensor.dtype)
             if tensor.dtype != dtype:
                 tensor.data = tensor.data.to(dtype)
-
-
-def align_to_first(layer: MoELayer, recipe: Recipe) -> list[Solution]:
-    """Every expert in the unit order of the layer's first; what the layer computes does not change."""
-    method, solver, memory = recipe.component("align.method"), recipe.component("align.solver"), recipe.align.memory
-    bank, solutions = align_bank(method, solver, layer.bank, memory=parse_size(memory))
-    layer.adapter.write_bank(layer.block, bank)
-    return solutions
-
-
-@torch.no_grad()
-def rebuild(layer: MoELayer, plan: LayerPlan, recipe: Recipe, aligned: list[Solution] | None = None) -> Finished:
-    """Carry out one layer's plan on the model. `aligned` are the alignments that were made before."""
-    check_plan(layer, plan)
-    if plan.untouched:
-        return Finished(plan)
-    alignment = recipe.component("align.method") if recipe.align.reference != "first" else ALIGNMENTS.create("none")
-    operator, solver = recipe.component("merge.operator"), recipe.component("align.solver")
-    merged = merge_layer(layer.bank, plan, operator, alignment, solver, parse_size(recipe.align.memory))
-    rows = router_rows(layer.router, plan) if plan.router != "redirect" else {}
-    spec = CompactSpec(
-        plan.experts, plan.physical, "redirect" if plan.router == "redirect" else "rows", recipe.capacity
-    )
-    layer.adapter.reshape(layer.block, spec)
-    layer.adapter.write_bank(layer.block, merged.bank)
-    if plan.router == "redirect":
-        expert_map = layer.adapter.expert_map(layer.block)
-        assert expert_map is not None
-        expert_map.copy_(torch.tensor(plan.expert_map()))
-    else:
-        layer.adapter.write_router(layer.block, rows)
-    solutions = [*(aligned or []), *merged.solutions]
-    gap = max((solution.gap for solution in solutions), default=0.0)
-    return Finished(plan, spec, gap=gap, solved=kinds(solutions))
-
-
-def check_plan(layer: MoELayer, plan: LayerPlan) -> None:
-    if plan.experts != layer.num_experts:
-        raise MoepressError(f"the plan has {plan.experts} experts for {layer.name!r}, the model {layer.num_experts}")
 
 
 def planner_of(recipe: Recipe) -> Planner:

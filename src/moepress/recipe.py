@@ -113,6 +113,9 @@ class Recipe(Section):
         for place in PLACES:
             self.component(place)
         self.rivals()
+        operator, alignment = self.component("merge.operator"), self.component("align.method")
+        if not operator.aligns and alignment.name != "none":
+            raise MoepressError(f"{operator.name} matches hidden units in its own way: use align.method=none")
         return self
 
     def component(self, place: str) -> Any:
@@ -171,6 +174,9 @@ def make_recipe(*given: dict[str, Any]) -> Recipe:
         filled |= method.presets[str(preset)]
     if flat.get("format") == "vanilla":
         filled |= VANILLA
+    if operator := flat.get("merge.operator"):
+        name = operator if isinstance(operator, str) else str(operator.get("name", ""))
+        filled |= {} if MERGES.get(name).aligns else {"align.method": "none"}
     if "seed" in flat:
         filled["calibration.seed"] = flat["seed"]
     return _validate(nest(filled | flat))

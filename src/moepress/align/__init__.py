@@ -1,7 +1,7 @@
 """Reorder the hidden units of experts so that units that do the same stand at the same place."""
 
-from moepress.align import no_alignment, weight_matching  # noqa: F401 - registration
-from moepress.align.base import ALIGNMENTS, MEMORY, Alignment, align_bank, align_group, kinds, match
+from moepress.align import activation_matching, no_alignment, weight_matching  # noqa: F401 - registration
+from moepress.align.base import ALIGNMENTS, MEMORY, Alignment, Pair, align_bank, align_group, kinds, match
 from moepress.align.solvers import SOLVERS, Solution, Solver
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "MEMORY",
     "SOLVERS",
     "Alignment",
+    "Pair",
     "Solution",
     "Solver",
     "align_bank",

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moepress.align.base import ALIGNMENTS, Alignment, Expert
 from moepress.align.costs import Operands
+from moepress.models.inputs import ExpertInputs
 from moepress.models.layer import UNIT_AXIS
 
 
@@ -21,7 +22,7 @@ class WeightMatching(Alignment):
     operands: Operands = "stored"
     """`bfloat16` rounds weights before they are compared: faster, for less than 1e-4 of the best total."""
 
-    def units(self, expert: Expert) -> list[Tensor]:
+    def units(self, expert: Expert, inputs: ExpertInputs | None) -> list[Tensor]:
         # ‖a − Pb‖² = const − 2⟨a, Pb⟩, and the inner products of all tensors of a unit add up.
         unit_first = [tensor.movedim(UNIT_AXIS[name], 0) for name, tensor in expert.items() if name in UNIT_AXIS]
         matrices = [tensor for tensor in unit_first if tensor.dim() == 2]

@@ -115,7 +115,7 @@ def make_layer(family: Family, settings: Settings, seed: int) -> list[Expert]:
 
 
 def pairs_of(experts: Sequence[Expert]) -> list[tuple[Units, Units]]:
-    units = [ALIGNMENTS.create("weight-matching").units(expert) or [] for expert in experts]
+    units = [ALIGNMENTS.create("weight-matching").units(expert, None) or [] for expert in experts]
     return [(units[0], other) for other in units[1:]]
 
 

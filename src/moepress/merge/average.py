@@ -5,18 +5,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moepress.merge.base import MERGES, Merge
+from moepress.merge.base import MERGES, Expert, Members, Merge, shares
+
+
+def average(tensors: list[Tensor], weights: list[float]) -> Tensor:
+    """At least in float32, whatever the tensors are stored in."""
+    total = torch.zeros_like(tensors[0], dtype=torch.promote_types(tensors[0].dtype, torch.float32))
+    for tensor, weight in zip(tensors, weights, strict=True):
+        total.add_(tensor.to(total.dtype), alpha=weight)
+    return total
+
+
+def average_expert(experts: list[Expert], weights: list[float]) -> Expert:
+    named = {name: [expert[name] for expert in experts] for name in experts[0]}
+    return {name: average(tensors, weights).to(tensors[0].dtype) for name, tensors in named.items()}
 
 
 class Average(Merge):
-    def merge(self, members: list[dict[str, Tensor]], weights: list[float]) -> dict[str, Tensor]:
-        merged = {}
-        for name, first in members[0].items():
-            total = torch.zeros_like(first, dtype=torch.promote_types(first.dtype, torch.float32))
-            for member, weight in zip(members, weights, strict=True):
-                total.add_(member[name].to(total.dtype), alpha=weight)
-            merged[name] = total.to(first.dtype)
-        return merged
+    def merge(self, group: Members) -> Expert:
+        return average_expert(group.experts, group.weights)
 
 
 @MERGES.register("frequency")
@@ -50,10 +57,4 @@ class UniformAverage(Average):
     paper = "Model soups, https://arxiv.org/abs/2203.05482"
 
     def weights(self, usage: list[float]) -> list[float]:
-        return [1 / len(usage)] * len(usage)
-
-
-def shares(amounts: list[float]) -> list[float]:
-    """Each one's part of the total; equal ones of nothing."""
-    total = sum(amounts)
-    return [amount / total for amount in amounts] if total > 0 else [1 / len(amounts)] * len(amounts)
+        return shares(usage, "uniform")

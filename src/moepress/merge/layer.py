@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from moepress.align import MEMORY, Alignment, Solution, Solver, kinds, match
-from moepress.merge.base import Merge
+from moepress.align import MEMORY, Alignment, Pair, Solution, Solver, kinds, match
+from moepress.merge.base import Expert, Members, Merge
+from moepress.models.inputs import ExpertInputs, sample_inputs
 from moepress.models.layer import ExpertBank, permute_units
+from moepress.models.visit import LayerVisit
 from moepress.plan import LayerPlan
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a merge may look at beside the weights of one layer."""
+
+    inputs: dict[int, ExpertInputs] = field(default_factory=dict)
+    """By leader: tokens that the group serves."""
+    fisher: ExpertBank | None = None
+
+    @classmethod
+    def of(cls, visit: LayerVisit, plan: LayerPlan, tokens: int, seed: int) -> Evidence:
+        """With at most `tokens` tokens of each group that has something to merge."""
+        groups = [group for group in plan.groups if len(group.members) > 1]
+        if not tokens or not groups:
+            return cls()
+        sampled = sample_inputs(visit, [group.members for group in groups], tokens, seed)
+        return cls({group.leader: inputs for group, inputs in zip(groups, sampled, strict=True)})
 
 
 @dataclass(frozen=True)
@@ -31,21 +51,38 @@ class MergedLayer:
 
 
 def merge_layer(
-    bank: ExpertBank, plan: LayerPlan, merge: Merge, alignment: Alignment, solver: Solver, memory: int = MEMORY
+    bank: ExpertBank,
+    plan: LayerPlan,
+    merge: Merge,
+    alignment: Alignment,
+    solver: Solver,
+    memory: int = MEMORY,
+    evidence: Evidence | None = None,
 ) -> MergedLayer:
     """Each group aligned to its leader and merged: as many experts as the plan has groups. All alignments of the layer
     are solved together, in at most `memory` bytes of cost matrices."""
+    evidence = evidence or Evidence()
     followers = [(group.leader, e) for group in plan.groups for e in group.members if e != group.leader]
-    solutions = match(alignment, solver, [(bank.expert(leader), bank.expert(e)) for leader, e in followers], memory)
-    order = {e: solution.order for (_, e), solution in zip(followers, solutions or [], strict=False)}
-    merged: list[dict[str, torch.Tensor]] = []
+    pairs = [Pair(bank.expert(leader), bank.expert(e), evidence.inputs.get(leader)) for leader, e in followers]
+    solutions = match(alignment, solver, pairs, memory) or []
+    order = {e: solution.order for (_, e), solution in zip(followers, solutions, strict=False)}
+
+    def ordered(source: ExpertBank, e: int) -> Expert:
+        return permute_units(source.expert(e), order[e]) if e in order else source.expert(e)
+
+    merged: list[Expert] = []
     for group in plan.groups:
         if len(group.members) == 1:
             merged.append(bank.expert(group.leader))
             continue
         weight = dict(zip(group.members, group.weights, strict=True))
         leader_first = sorted(group.members, key=lambda e: e != group.leader)
-        members = [permute_units(bank.expert(e), order[e]) if e in order else bank.expert(e) for e in leader_first]
-        merged.append(merge.merge(members, [weight[e] for e in leader_first]))
+        members = Members(
+            experts=[ordered(bank, e) for e in leader_first],
+            weights=[weight[e] for e in leader_first],
+            inputs=evidence.inputs.get(group.leader),
+            fisher=None if evidence.fisher is None else [ordered(evidence.fisher, e) for e in leader_first],
+        )
+        merged.append(merge.merge(members))
     stacked = bank.map(lambda name, _: torch.stack([expert[name] for expert in merged]))
-    return MergedLayer(stacked, solutions or [])
+    return MergedLayer(stacked, solutions)

@@ -59,15 +59,19 @@ class ExpertBank:
 
     def hidden(self, e: int, x_TD: Tensor) -> Tensor:
         """The hidden units of expert `e` on some tokens, after the activation: (T, F)."""
-        up_TF = torch.nn.functional.linear(x_TD, self.up_EFD[e], _at(self.up_bias_EF, e))
-        gate_TF = None
-        if self.gate_EFD is not None:
-            gate_TF = torch.nn.functional.linear(x_TD, self.gate_EFD[e], _at(self.gate_bias_EF, e))
-        return self.activation(gate_TF, up_TF)
+        return self.activation(*preactivations(self.expert(e), x_TD))
 
     def output(self, e: int, x_TD: Tensor) -> Tensor:
         """The output of expert `e`, before the router's weight is applied: (T, D)."""
         return torch.nn.functional.linear(self.hidden(e, x_TD), self.down_EDF[e], _at(self.down_bias_ED, e))
+
+
+def preactivations(expert: dict[str, Tensor], x_TD: Tensor) -> tuple[Tensor | None, Tensor]:
+    """What one expert's activation is given: (gate_TF or None, up_TF)."""
+    up_TF = torch.nn.functional.linear(x_TD, expert["up_EFD"], expert.get("up_bias_EF"))
+    if "gate_EFD" not in expert:
+        return None, up_TF
+    return torch.nn.functional.linear(x_TD, expert["gate_EFD"], expert.get("gate_bias_EF")), up_TF
 
 
 def _at(bias: Tensor | None, e: int) -> Tensor | None:

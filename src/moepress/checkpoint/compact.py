@@ -94,6 +94,9 @@ def _check(model: PreTrainedModel, path: str, spec: CompactSpec) -> None:
         raise MoepressError(
             f"layer {path!r} routes to {adapter.num_experts(block)} experts, but its spec says {logical}"
         )
-    stored = adapter.read_bank(block).num_experts
+    stored, _ = adapter.stored(block)
     if stored != spec.physical:
         raise MoepressError(f"layer {path!r} holds {stored} experts, but its spec says {spec.physical}")
+    factors = adapter.factors(block)
+    if (None if factors is None else factors.shape()) != spec.factors:
+        raise MoepressError(f"layer {path!r} is decomposed in another way than its spec says")

@@ -88,8 +88,8 @@ def native_conversions(model: PreTrainedModel) -> list[WeightTransform]:
 
 def compact_conversions(model: PreTrainedModel, paths: list[str]) -> list[WeightTransform]:
     """The native conversions without those that make one tensor of the file from tensors of several modules: they
-    assume that these modules have equally many experts."""
-    inside = tuple(f"{path}." for path in paths)
+    assume that these modules have equally many experts, stored alike."""
+    inside = tuple(f"{path.rpartition('.')[0]}." for path in paths)  # decomposed experts have other names themselves
     names = [name for name in model.state_dict() if name.startswith(inside)]
 
     def mixes(conversion: WeightTransform) -> bool:

@@ -62,10 +62,10 @@ def sizes_of(model: nn.Module) -> Sizes:
     experts, expert_bytes_ = 0, 0
     for _, block, adapter, refusal in scan(model):
         if adapter is not None and refusal is None:
-            stored = list(adapter.read_bank(block).tensors().values())
+            stored = adapter.expert_tensors(block)
         else:
             stored = _once(block.experts.parameters()) if isinstance(block.experts, nn.Module) else []
-        experts += sum(t.numel() for t in stored)
+        experts += sum(t.numel() for t in stored if t.is_floating_point())
         expert_bytes_ += sum(t.nbytes for t in stored)
     return Sizes(experts, expert_bytes_, parameters - experts, bytes_ - expert_bytes_)
 

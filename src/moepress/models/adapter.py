@@ -5,12 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from moepress.models.layer import CompactSpec, ExpertBank, RouterView, Routing
+
+if TYPE_CHECKING:
+    from moepress.runtime.factors import ExpertFactors
 
 Block = Any
 """An nn.Module whose attributes only its family knows."""
@@ -62,6 +65,23 @@ class Adapter(ABC):
         with torch.no_grad():
             for name, tensor in bank.tensors().items():
                 own[name].copy_(tensor)
+
+    def expert_tensors(self, block: nn.Module) -> list[Tensor]:
+        """Everything that is stored for the experts, in whichever form."""
+        return list(self.read_bank(block).tensors().values())
+
+    @abstractmethod
+    def stored(self, block: nn.Module) -> tuple[int, torch.dtype]:
+        """How many experts have weights, and of which type."""
+
+    @abstractmethod
+    def factors(self, block: nn.Module) -> ExpertFactors | None:
+        """The experts' factored matrices, where they are decomposed."""
+
+    @abstractmethod
+    def factor(self, block: nn.Module, spec: CompactSpec) -> ExpertFactors:
+        """Make room for the experts in the form of `spec.factors`, uninitialised but for the biases, which are carried
+        over; the router stays as it is."""
 
     @abstractmethod
     def read_router(self, block: nn.Module) -> RouterView: ...

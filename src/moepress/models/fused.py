@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from moepress.models.adapter import Block
 from moepress.models.layer import CompactSpec, ExpertBank
 from moepress.models.linear_router import LinearRouterAdapter, keep_rows
+from moepress.runtime.activation import activate
+from moepress.runtime.factored import factors_of
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,15 @@ class FusedAdapter(LinearRouterAdapter):
         experts = getattr(block, "experts", None)
         if not isinstance(experts, nn.Module) or (layout := self.layout(experts)) is None:
             return False
+        if factors_of(experts) is not None:
+            return True
         own = dict(experts.named_parameters(recurse=False))
         return layout.names() <= set(own) and own[layout.first].dim() == 3
 
     def refusal(self, block: Block) -> str | None:
         known = self._layout(block).names()
-        if unknown := sorted(name for name, _ in self.experts(block).named_parameters() if name not in known):
+        tensors = (name for name, _ in self.experts(block).named_parameters() if not name.startswith("factors."))
+        if unknown := sorted(name for name in tensors if name not in known):
             return f"its experts hold tensors that moepress does not know: {', '.join(unknown)}"
         return super().refusal(block)
 
@@ -66,7 +71,7 @@ class FusedAdapter(LinearRouterAdapter):
 
     # ---- experts ----------------------------------------------------------------------------------------------
 
-    def read_bank(self, block: Block) -> ExpertBank:
+    def native_bank(self, block: Block) -> ExpertBank:
         experts, layout = self.experts(block), self._layout(block)
 
         def matrix(name: str) -> Tensor:
@@ -90,16 +95,7 @@ class FusedAdapter(LinearRouterAdapter):
         return replace(bank, gate_EFD=gate_EFD, up_EFD=up_EFD)
 
     def activation(self, experts: Block) -> Callable[[Tensor | None, Tensor], Tensor]:
-        layout = self.layout(experts) or Layout()
-
-        def apply(gate_TF: Tensor | None, up_TF: Tensor) -> Tensor:
-            if gate_TF is None:
-                return experts.act_fn(up_TF)
-            if layout.concatenated:
-                return experts._apply_gate(torch.cat([gate_TF, up_TF], dim=-1))
-            return experts._apply_gate(torch.stack([gate_TF, up_TF], dim=-1).flatten(-2))
-
-        return apply
+        return partial(activate, experts)
 
     def reshape_experts(self, block: Block, spec: CompactSpec) -> None:
         experts = self.experts(block)

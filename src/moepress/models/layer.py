@@ -6,7 +6,7 @@ Shape suffixes: E experts, F hidden units of one expert, D input width, T tokens
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -174,6 +174,19 @@ class LayerBatch:
 
 
 @dataclass(frozen=True)
+class Factors:
+    """How the matrices of a layer are factored, W = UV + S: all that is needed to make room for them."""
+
+    rank: int
+    along: str
+    """What S keeps of each matrix: whole `columns` or whole `rows`."""
+    up: int
+    """How many S keeps in the up matrices of all experts of the layer together; likewise for the others."""
+    down: int
+    gate: int | None = None
+
+
+@dataclass(frozen=True)
 class CompactSpec:
     """The shape of one compact layer: all that is needed to rebuild it empty. Stored in config.json."""
 
@@ -185,9 +198,15 @@ class CompactSpec:
     """`redirect`: as many router rows as original experts and an expert_map; `rows`: one row per physical expert."""
     capacity: int | None = None
     """Tokens that one original expert takes per sequence; None: no limit."""
+    factors: Factors | None = None
+    """How the experts are decomposed; None: they are stored whole."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.factors, dict):  # as config.json has it
+            object.__setattr__(self, "factors", Factors(**self.factors))
 
     def to_dict(self) -> dict[str, object]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in asdict(self).items() if name != "factors" or value is not None}
 
 
 @dataclass
@@ -219,4 +238,4 @@ class MoELayer:
     @property
     def expert_parameters(self) -> int:
         """Parameters of all experts of this layer."""
-        return sum(tensor.numel() for tensor in self.bank.tensors().values())
+        return sum(t.numel() for t in self.adapter.expert_tensors(self.block) if t.is_floating_point())

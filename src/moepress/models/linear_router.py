@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from moepress.errors import MoepressError, UnsupportedModel
-from moepress.models.adapter import Adapter, Block, resized
+from moepress.models.adapter import Block, resized
+from moepress.models.factoring import FactoringAdapter
 from moepress.models.layer import CompactSpec, RouterView, Routing
 from moepress.models.rules import rule_of
 from moepress.models.taps import after_forward, before_forward, linear_results, replaced
@@ -37,7 +38,7 @@ FORBIDDEN = -1e9
 """A selection bias that nobody can make up for; finite, since some routers add up the scores of a group."""
 
 
-class LinearRouterAdapter(Adapter):
+class LinearRouterAdapter(FactoringAdapter):
     watched: ClassVar[frozenset[str]] = frozenset({"hidden", "index", "weight", "logits"})
     """What must have been seen of a forward before its routing can be told."""
     experts_take_routing = True
@@ -104,7 +105,9 @@ class LinearRouterAdapter(Adapter):
 
     def stored(self, block: Block) -> tuple[int, torch.dtype]:
         """How many experts have weights, and of which type."""
-        bank = self.read_bank(block)
+        if (factors := self.factors(block)) is not None:
+            return factors.experts, factors.matrix("down").thin_ERx.dtype
+        bank = self.native_bank(block)
         return bank.num_experts, bank.up_EFD.dtype
 
     # ---- reading and writing the router -----------------------------------------------------------------------
@@ -175,11 +178,15 @@ class LinearRouterAdapter(Adapter):
         else:
             self.redirect(block, spec)
         self.reshape_experts(block, spec)
+        if spec.factors is not None:
+            self.factor(block, spec)
 
     def check(self, block: Block, spec: CompactSpec) -> None:
         """Everything that could be wrong with a spec, before anything is changed."""
         view, experts = self.read_router(block), self.num_experts(block)
         k, kind = spec.physical, type(block).__name__
+        if self.factors(block) is not None:
+            raise MoepressError(f"the experts of this {kind} are decomposed already, and stay as many as they are")
         if spec.experts != experts:
             raise MoepressError(f"a plan for {spec.experts} experts does not fit a {kind} with {experts}")
         if not 1 <= k <= self.stored(block)[0]:
@@ -192,7 +199,7 @@ class LinearRouterAdapter(Adapter):
             raise MoepressError(f"a compact layer has router='redirect' or 'rows', not {spec.router!r}")
         if self.expert_map(block) is not None:
             raise MoepressError(f"this {kind} is compact already: its router rows are shared and cannot be cut")
-        if reason := self.rows_refusal(block):
+        if k < experts and (reason := self.rows_refusal(block)):
             raise MoepressError(f"a {kind} cannot have fewer router rows: {reason}")
         if view.top_k > k + view.fixed_experts:
             raise MoepressError(f"a {kind} chooses {view.top_k} experts per token and cannot keep {k}")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from moepress.models.adapter import Block
 from moepress.models.layer import CompactSpec, ExpertBank
 from moepress.models.linear_router import LinearRouterAdapter
+from moepress.runtime.factored import FactoredModules, factors_of
 
 
 class ModuleDictAdapter(LinearRouterAdapter):
@@ -17,10 +18,15 @@ class ModuleDictAdapter(LinearRouterAdapter):
 
     first: ClassVar[str]
     second: ClassVar[str]
+    factored_form = FactoredModules
 
     def matches(self, block: Block) -> bool:
         experts = getattr(block, "experts", None)
-        if not isinstance(experts, nn.ModuleDict) or "expert_0" not in experts:
+        if not isinstance(experts, nn.ModuleDict):
+            return False
+        if factors_of(experts) is not None:
+            return True
+        if "expert_0" not in experts:
             return False
         children = dict(experts["expert_0"].named_children())
         return self.first in children and self.second in children
@@ -32,6 +38,8 @@ class ModuleDictAdapter(LinearRouterAdapter):
         return [experts[name] for name in names if name in experts]  # type: ignore[index, operator]
 
     def stored(self, block: Block) -> tuple[int, torch.dtype]:
+        if self.factors(block) is not None:
+            return super().stored(block)
         modules = self.modules(block)
         return len(modules), getattr(modules[0], self.first).weight.dtype
 
@@ -42,7 +50,7 @@ class ModuleDictAdapter(LinearRouterAdapter):
             return f"its experts hold tensors that moepress does not know: {', '.join(unknown)}"
         return super().refusal(block)
 
-    def read_bank(self, block: Block) -> ExpertBank:
+    def native_bank(self, block: Block) -> ExpertBank:
         experts = self.modules(block)
         maps = {"up": [getattr(e, self.first) for e in experts], "down": [getattr(e, self.second) for e in experts]}
 
@@ -60,7 +68,7 @@ class ModuleDictAdapter(LinearRouterAdapter):
             activation=lambda _, up_TF: experts[0].act(up_TF),
         )
 
-    def write_bank(self, block: Block, bank: ExpertBank) -> None:
+    def write_native(self, block: Block, bank: ExpertBank) -> None:
         place = {
             "up_EFD": (self.first, "weight"),
             "up_bias_EF": (self.first, "bias"),
@@ -72,6 +80,12 @@ class ModuleDictAdapter(LinearRouterAdapter):
             owner, leaf = place[name]
             for expert, value in zip(experts, tensor, strict=True):
                 getattr(getattr(expert, owner), leaf).data.copy_(value)
+
+    def drop_native(self, block: Block) -> None:
+        experts, first = self.experts(block), self.modules(block)[0]
+        for e in range(len(self.modules(block))):
+            del experts[f"expert_{e}"]
+        experts.between = nn.Sequential(first.act, first.dropout)
 
     def reshape_experts(self, block: Block, spec: CompactSpec) -> None:
         experts = self.experts(block)

@@ -31,7 +31,7 @@ def expert_parameters(layer: MoELayer) -> list[nn.Parameter]:
     if isinstance(experts, nn.Module):
         return list(experts.parameters())
     # Experts that stand in the block itself: the parameters that the canonical bank is a view of.
-    owned = {tensor.untyped_storage().data_ptr() for tensor in layer.bank.tensors().values()}
+    owned = {tensor.untyped_storage().data_ptr() for tensor in layer.adapter.expert_tensors(layer.block)}
     found = [p for p in layer.block.parameters() if p.untyped_storage().data_ptr() in owned]
     if not found:
         raise UnsupportedModel(f"the expert weights of layer {layer.name!r} cannot be trained by themselves")

@@ -43,6 +43,9 @@ def native_is_right() -> bool:
 class RoutedNllbExperts(NllbMoeExperts):
     """Each physical expert runs once, on the tokens of all original experts that it stands for."""
 
+    def one(self, e: int, x_nD: Tensor) -> Tensor:
+        return self[f"expert_{e}"](x_nD)
+
     def forward(self, hidden_states: Tensor, router_mask: Tensor, router_probs: Tensor) -> Tensor:
         gate_TE, table = router_probs, getattr(self, "expert_map", None)
         if isinstance(table, Tensor):
@@ -53,7 +56,7 @@ class RoutedNllbExperts(NllbMoeExperts):
             token_n = gate_TE[:, e].nonzero()[:, 0]
             if token_n.numel() == 0:
                 continue
-            y_nD = self[f"expert_{e}"](hidden_states[token_n])
+            y_nD = self.one(e, hidden_states[token_n])
             y_nD = self.token_dropout(y_nD) if self.training else y_nD * (1 - self.moe_token_dropout)
             output_TD.index_add_(0, token_n, (y_nD * gate_TE[token_n, e, None]).to(output_TD.dtype))
         return output_TD

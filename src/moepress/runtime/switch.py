@@ -20,6 +20,7 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
     SwitchTransformersTop1Router,
 )
 
+from moepress.runtime.factored import factors_of
 from moepress.runtime.redirect import redirected
 
 
@@ -92,10 +93,16 @@ class CompactSwitchMLP(SwitchTransformersSparseMLP):
         expert_BS = redirected(self.router, index_BS) if self._redirects() else index_BS
         x_TD, gate_T = hidden_BSD.reshape(-1, hidden_BSD.shape[-1]), gate_BS.reshape(-1)
         served_T = gate_T > 0  # the largest of E probabilities is never 0: these tokens are over capacity
-        expert_T = expert_BS.reshape(-1).masked_fill(~served_T, len(self.experts))
+        factors = factors_of(self.experts)
+        experts = len(self.experts) if factors is None else factors.experts
+        expert_T = expert_BS.reshape(-1).masked_fill(~served_T, experts)
         order_T = expert_T.argsort(stable=True)
-        counts = torch.bincount(expert_T, minlength=len(self.experts) + 1).tolist()
+        counts = torch.bincount(expert_T, minlength=experts + 1).tolist()
         output_TD = torch.zeros_like(x_TD)
+        if factors is not None:
+            token_n = order_T[: len(order_T) - counts[-1]]
+            y_nD = factors(x_TD[token_n], counts[:-1], self.experts.activate) * gate_T[token_n, None]
+            return output_TD.index_add(0, token_n, y_nD.to(output_TD.dtype)).reshape(hidden_BSD.shape)
         for expert, token_n in zip(self.experts.values(), order_T.split(counts), strict=False):
             if token_n.numel():
                 y_nD = expert(x_TD[token_n]) * gate_T[token_n, None]

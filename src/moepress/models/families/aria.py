@@ -10,19 +10,24 @@ from moepress.models.layer import CompactSpec, ExpertBank
 from moepress.models.linear_router import LinearRouterAdapter, keep_rows
 from moepress.models.taps import before_forward
 from moepress.runtime import become
+from moepress.runtime.factored import FactoredChoosing, factors_of
 from moepress.runtime.redirect import add_map
 
 
 class AriaAdapter(LinearRouterAdapter):
     name = "aria"
     experts_take_routing = False
+    factored_form = FactoredChoosing
 
     def matches(self, block: Block) -> bool:
         experts = getattr(block, "experts", None)
-        names = ("fc1", "fc2", "route_tokens_to_experts")
-        return isinstance(experts, nn.Module) and all(hasattr(experts, name) for name in names)
+        stored = all(hasattr(experts, name) for name in ("fc1", "fc2")) or factors_of(experts) is not None
+        return isinstance(experts, nn.Module) and stored and hasattr(experts, "route_tokens_to_experts")
 
-    def read_bank(self, block: Block) -> ExpertBank:
+    def drop_native(self, block: Block) -> None:
+        del block.experts.fc1, block.experts.fc2
+
+    def native_bank(self, block: Block) -> ExpertBank:
         experts = block.experts
         gate_EFD, up_EFD = halves(experts.fc1.weight.data.transpose(1, 2), concatenated=True)
         return ExpertBank(

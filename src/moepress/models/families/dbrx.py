@@ -3,16 +3,23 @@
 from moepress.models.adapter import Block, resized
 from moepress.models.layer import CompactSpec, ExpertBank
 from moepress.models.linear_router import LinearRouterAdapter
+from moepress.runtime.factored import FactoredGlu, factors_of
 
 
 class DbrxAdapter(LinearRouterAdapter):
     name = "dbrx"
+    factored_form = FactoredGlu
 
     def matches(self, block: Block) -> bool:
-        mlp = getattr(getattr(block, "experts", None), "mlp", None)
-        return mlp is not None and all(getattr(mlp, name, None) is not None for name in ("w1", "v1", "w2"))
+        experts = getattr(block, "experts", None)
+        mlp = getattr(experts, "mlp", None)
+        stored = all(getattr(mlp, name, None) is not None for name in ("w1", "v1", "w2"))
+        return mlp is not None and (stored or factors_of(experts) is not None)
 
-    def read_bank(self, block: Block) -> ExpertBank:
+    def drop_native(self, block: Block) -> None:
+        del block.experts.mlp.w1, block.experts.mlp.v1, block.experts.mlp.w2
+
+    def native_bank(self, block: Block) -> ExpertBank:
         mlp = block.experts.mlp
         shape = (-1, mlp.ffn_hidden_size, mlp.hidden_size)
         return ExpertBank(

@@ -12,23 +12,30 @@ from moepress.models.layer import CompactSpec, ExpertBank
 from moepress.models.linear_router import LinearRouterAdapter, keep_rows
 from moepress.models.taps import after_forward, method_results
 from moepress.runtime import become
+from moepress.runtime.factored import FactoredJetMoe, factors_of
 from moepress.runtime.redirect import add_map
 
 
 class JetMoeAdapter(LinearRouterAdapter):
     name = "jetmoe"
     experts_take_routing = False
+    factored_form = FactoredJetMoe
     vanilla = False
     """The attention experts are counted by the same number of the config."""
 
     def matches(self, block: Block) -> bool:
-        parts = ("input_linear", "output_linear", "router")
-        return all(isinstance(getattr(block, name, None), nn.Module) for name in parts) and hasattr(block, "activation")
+        parts = ("input_linear", "output_linear") if factors_of(block) is None else ()
+        return all(isinstance(getattr(block, name, None), nn.Module) for name in (*parts, "router")) and hasattr(
+            block, "activation"
+        )
 
     def experts(self, block: Block) -> Block:
         return block
 
-    def read_bank(self, block: Block) -> ExpertBank:
+    def drop_native(self, block: Block) -> None:
+        del block.input_linear, block.output_linear
+
+    def native_bank(self, block: Block) -> ExpertBank:
         gate_EFD, up_EFD = halves(block.input_linear.weight.data, concatenated=True)
         return ExpertBank(
             gate_EFD=gate_EFD,

@@ -1,6 +1,5 @@
 """Llama 4: every expert runs on every token, scaled by a score that is zero for those not chosen."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,18 +11,18 @@ from moepress.models.fused import FusedAdapter, Layout
 from moepress.models.layer import CompactSpec, Routing
 from moepress.models.taps import after_forward
 from moepress.runtime import become
+from moepress.runtime.factored import FactoredEveryToken
 from moepress.runtime.redirect import add_map
 
 
 class Llama4Adapter(FusedAdapter):
     name = "llama4"
     experts_take_routing = False
+    factored_form = FactoredEveryToken
 
     def layout(self, experts: Block) -> Layout | None:
-        return Layout(transposed=True) if type(experts).__name__ == "Llama4TextExperts" else None
-
-    def activation(self, experts: Block) -> Callable[[Tensor | None, Tensor], Tensor]:
-        return lambda gate_TF, up_TF: up_TF * experts.act_fn(gate_TF)
+        native = any(cls.__name__ == "Llama4TextExperts" for cls in type(experts).__mro__)
+        return Layout(transposed=True) if native else None
 
     def redirect(self, block: Block, spec: CompactSpec) -> None:
         from moepress.runtime.llama4 import CompactLlama4Moe

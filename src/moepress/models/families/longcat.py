@@ -1,18 +1,17 @@
 """LongCat-Flash: after the experts the router has rows that stand for no weights and return their input."""
 
-from collections.abc import Callable
 from dataclasses import replace
-
-from torch import Tensor
 
 from moepress.models.adapter import Block
 from moepress.models.fused import FusedAdapter, Layout
 from moepress.models.layer import CompactSpec, ExpertBank
 from moepress.models.linear_router import keep_rows
+from moepress.runtime.factored import FactoredWithIdentity
 
 
 class LongcatAdapter(FusedAdapter):
     name = "longcat-flash"
+    factored_form = FactoredWithIdentity
 
     def layout(self, experts: Block) -> Layout | None:
         return Layout() if hasattr(experts, "zero_expert_num") and hasattr(experts, "num_routed_experts") else None
@@ -20,14 +19,11 @@ class LongcatAdapter(FusedAdapter):
     def fixed_rows(self, block: Block) -> int:
         return self.experts(block).zero_expert_num
 
-    def read_bank(self, block: Block) -> ExpertBank:
+    def native_bank(self, block: Block) -> ExpertBank:
         # gate_up_proj has rows for the identity experts too, which nothing reads.
-        bank, experts = super().read_bank(block), self.experts(block).num_routed_experts
+        bank, experts = super().native_bank(block), self.experts(block).num_routed_experts
         assert bank.gate_EFD is not None
         return replace(bank, gate_EFD=bank.gate_EFD[:experts], up_EFD=bank.up_EFD[:experts])
-
-    def activation(self, experts: Block) -> Callable[[Tensor | None, Tensor], Tensor]:
-        return lambda gate_TF, up_TF: experts.act_fn(gate_TF) * up_TF
 
     def reshape_experts(self, block: Block, spec: CompactSpec) -> None:
         experts = self.experts(block)

@@ -11,6 +11,7 @@ from moepress.models.layer import CompactSpec, Routing
 from moepress.models.moduledict import ModuleDictAdapter
 from moepress.models.taps import before_forward
 from moepress.runtime import become
+from moepress.runtime.factors import ExpertFactors
 from moepress.runtime.redirect import add_map
 
 
@@ -45,6 +46,13 @@ class NllbAdapter(ModuleDictAdapter):
 
         become(block.experts, RoutedNllbExperts)
         add_map(block.experts, spec.experts, spec.physical)
+
+    def factor(self, block: Block, spec: CompactSpec) -> ExpertFactors:
+        from moepress.runtime.nllb import RoutedNllbExperts
+
+        if not isinstance(block.experts, RoutedNllbExperts):
+            become(block.experts, RoutedNllbExperts)
+        return super().factor(block, spec)
 
     def reshape_experts(self, block: Block, spec: CompactSpec) -> None:
         super().reshape_experts(block, spec)

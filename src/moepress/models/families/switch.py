@@ -12,6 +12,7 @@ from moepress.models.layer import CompactSpec, RouterView, Routing
 from moepress.models.moduledict import ModuleDictAdapter
 from moepress.models.taps import after_forward
 from moepress.runtime import become
+from moepress.runtime.factors import ExpertFactors
 from moepress.runtime.redirect import add_map
 
 
@@ -53,6 +54,11 @@ class SwitchAdapter(ModuleDictAdapter):
 
         become(block, CompactSwitchMLP)
         become(block.router, CompactSwitchRouter)
+
+    def factor(self, block: Block, spec: CompactSpec) -> ExpertFactors:
+        self._own(block)
+        block.router.expert_capacity = spec.capacity
+        return super().factor(block, spec)
 
     def reshape_experts(self, block: Block, spec: CompactSpec) -> None:
         super().reshape_experts(block, spec)

@@ -1,0 +1,288 @@
+"""Expert matrices as W = UV + S, where S holds a few whole columns (or rows) of each expert's matrix and no others.
+
+Every expert may keep another number of them, so the stored tensors are ragged, with offsets. What is multiplied
+together lies together: in the form by columns U and the columns of S are the packed rows that `[Vx; x[columns]]` meets
+in one product; in the form by rows V and the rows of S are the packed rows that x meets. That S has all columns is
+nothing special: it is how a model is trained before it is pruned.
+
+Shape suffixes: E experts, O output width, I input width, R rank, N kept columns (rows) of all experts together,
+P = E * R + N packed rows, n tokens in the order of their experts, C columns padded for a whole layer.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moepress.models.layer import Factors
+from moepress.runtime.grouped import grouped_product, padded, suits_grouped
+
+MATRICES = ("gate", "up", "down")
+
+
+class FactoredMatrix(nn.Module, ABC):
+    """One matrix of every expert of a layer."""
+
+    thin: ClassVar[str]
+    """Name of the (E, R, ·) factor that S is not packed with."""
+    packed: ClassVar[str]
+    """Name of the (P, ·) rows: expert after expert, first its R rows of the other factor, then those of S."""
+
+    def __init__(self, experts: int, out: int, into: int, rank: int, kept: int, like: Tensor) -> None:
+        super().__init__()
+        self.rank = rank
+        thin, packed = self._widths(out, into)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            empty = torch.empty(*shape, dtype=like.dtype, device=like.device)
+            return nn.Parameter(empty, requires_grad=like.requires_grad)
+
+        self.register_parameter(self.thin, parameter(experts, rank, thin))
+        self.register_parameter(self.packed, parameter(experts * rank + kept, packed))
+        self.index: Tensor
+        self.offsets: Tensor
+        self.register_buffer("index", torch.zeros(kept, dtype=torch.int32, device=like.device))
+        self.register_buffer("offsets", torch.zeros(experts + 1, dtype=torch.int32, device=like.device))
+        self._bounds: tuple[Tensor, int, list[int]] | None = None
+
+    @staticmethod
+    @abstractmethod
+    def _widths(out: int, into: int) -> tuple[int, int]:
+        """Width of the thin factor and of the packed rows."""
+
+    @property
+    @abstractmethod
+    def choices(self) -> int:
+        """How many columns (rows) one matrix has."""
+
+    @abstractmethod
+    def one(self, e: int, x_nI: Tensor) -> Tensor:
+        """Expert `e`'s matrix times some tokens."""
+
+    @abstractmethod
+    def grouped(self, x_nI: Tensor, counts: list[int]) -> Tensor:
+        """All experts in grouped products; tokens in the order of their experts."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """UV + S, multiplied out: (E, O, I)."""
+
+    def forward(self, x_nI: Tensor, counts: list[int]) -> Tensor:
+        """Tokens in the order of their experts, of which expert e has `counts[e]`: (n, O)."""
+        if suits_grouped(x_nI):
+            return self.grouped(x_nI, counts)
+        parts = [self.one(e, part) for e, part in enumerate(x_nI.split(counts)) if len(part)]
+        return torch.cat(parts) if parts else x_nI.new_empty(0, self.out_width)
+
+    # ---- what is stored -----------------------------------------------------------------------------------------
+
+    @property
+    def thin_ERx(self) -> Tensor:
+        return getattr(self, self.thin)
+
+    @property
+    def packed_Px(self) -> Tensor:
+        return getattr(self, self.packed)
+
+    @property
+    def experts(self) -> int:
+        return self.thin_ERx.shape[0]
+
+    @property
+    @abstractmethod
+    def out_width(self) -> int:
+        """O"""
+
+    def bounds(self) -> list[int]:
+        """The offsets as numbers, fetched from their device once."""
+        version = 0 if self.offsets.is_inference() else self.offsets._version
+        if self._bounds is None or self._bounds[0] is not self.offsets or self._bounds[1] != version:
+            self._bounds = (self.offsets, version, self.offsets.tolist())
+        return self._bounds[2]
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_bounds": None}
+
+    def packed_of(self, e: int) -> slice:
+        bounds = self.bounds()
+        return slice(e * self.rank + bounds[e], (e + 1) * self.rank + bounds[e + 1])
+
+    def kept_of(self, e: int) -> Tensor:
+        bounds = self.bounds()
+        return self.index[bounds[e] : bounds[e + 1]]
+
+    def sparse_rows(self) -> Tensor:
+        """Where the rows of S are among the packed ones: (N,)."""
+        counts_E = self.offsets.diff().long()
+        before_N = torch.arange(self.experts, device=counts_E.device).repeat_interleave(counts_E)
+        return torch.arange(len(self.index), device=counts_E.device) + (before_N + 1) * self.rank
+
+    def fill(self, thin_ERx: Tensor, other_ERx: Tensor, sparse: list[Tensor], kept: list[Tensor]) -> None:
+        """Write the factors, and of each expert the rows of S that are kept and which they are."""
+        with torch.no_grad():
+            self.thin_ERx.copy_(thin_ERx)
+            rows = [part for pair in zip(other_ERx, sparse, strict=True) for part in pair]
+            self.packed_Px.copy_(torch.cat(rows))
+            self.index.copy_(torch.cat(kept))
+            self.offsets.copy_(torch.tensor([0, *(len(each) for each in kept)]).cumsum(0))
+
+
+class ColumnFactors(FactoredMatrix):
+    """S keeps columns: parts of the input that go past the low rank."""
+
+    thin, packed = "v", "us"
+
+    @staticmethod
+    def _widths(out: int, into: int) -> tuple[int, int]:
+        return into, out
+
+    @property
+    def out_width(self) -> int:
+        return self.packed_Px.shape[1]
+
+    @property
+    def choices(self) -> int:
+        return self.thin_ERx.shape[2]
+
+    def one(self, e: int, x_nI: Tensor) -> Tensor:
+        low_nR = F.linear(x_nI, self.thin_ERx[e])
+        columns = x_nI.index_select(1, self.kept_of(e))
+        return torch.cat([low_nR, columns], dim=1) @ self.packed_Px[self.packed_of(e)]
+
+    def grouped(self, x_nI: Tensor, counts: list[int]) -> Tensor:
+        rows_EC, index_EC = padded(self.bounds(), self.rank, self.index)
+        low_nR = grouped_product(x_nI, self.thin_ERx.transpose(1, 2), counts)
+        expert_n = torch.arange(self.experts, device=x_nI.device).repeat_interleave(
+            torch.tensor(counts, device=x_nI.device), output_size=len(x_nI)
+        )
+        columns = x_nI.gather(1, index_EC[expert_n])
+        spare = torch.cat([self.packed_Px, self.packed_Px.new_zeros(1, self.out_width)])
+        return grouped_product(torch.cat([low_nR, columns], dim=1), spare[rows_EC], counts)
+
+    def dense(self) -> Tensor:
+        made = []
+        for e in range(self.experts):
+            packed = self.packed_Px[self.packed_of(e)]
+            whole = packed[: self.rank].T @ self.thin_ERx[e]
+            made.append(whole.index_add(1, self.kept_of(e), packed[self.rank :].T))
+        return torch.stack(made)
+
+
+class RowFactors(FactoredMatrix):
+    """S keeps rows: parts of the output that the low rank alone does not reach."""
+
+    thin, packed = "u", "vs"
+
+    @staticmethod
+    def _widths(out: int, into: int) -> tuple[int, int]:
+        return out, into
+
+    @property
+    def out_width(self) -> int:
+        return self.thin_ERx.shape[2]
+
+    @property
+    def choices(self) -> int:
+        return self.thin_ERx.shape[2]
+
+    def one(self, e: int, x_nI: Tensor) -> Tensor:
+        both = F.linear(x_nI, self.packed_Px[self.packed_of(e)])
+        low_nO = both[:, : self.rank] @ self.thin_ERx[e]
+        return low_nO.index_add(1, self.kept_of(e), both[:, self.rank :])
+
+    def grouped(self, x_nI: Tensor, counts: list[int]) -> Tensor:
+        rows_EC, index_EC = padded(self.bounds(), self.rank, self.index)
+        spare = torch.cat([self.packed_Px, self.packed_Px.new_zeros(1, self.packed_Px.shape[1])])
+        both = grouped_product(x_nI, spare[rows_EC].transpose(1, 2), counts)
+        low_nO = grouped_product(both[:, : self.rank].contiguous(), self.thin_ERx, counts)
+        expert_n = torch.arange(self.experts, device=x_nI.device).repeat_interleave(
+            torch.tensor(counts, device=x_nI.device), output_size=len(x_nI)
+        )
+        # what is padded adds zeros to row 0
+        return low_nO.scatter_add(1, index_EC[expert_n], both[:, self.rank :])
+
+    def dense(self) -> Tensor:
+        made = []
+        for e in range(self.experts):
+            packed = self.packed_Px[self.packed_of(e)]
+            whole = self.thin_ERx[e].T @ packed[: self.rank]
+            made.append(whole.index_add(0, self.kept_of(e), packed[self.rank :]))
+        return torch.stack(made)
+
+
+FORMS: dict[str, type[FactoredMatrix]] = {"columns": ColumnFactors, "rows": RowFactors}
+
+
+class ExpertFactors(nn.Module):
+    """All experts of a layer: their matrices factored, their biases as they were."""
+
+    def __init__(self, experts: int, width: int, hidden: int, shape: Factors, biases: list[str], like: Tensor) -> None:
+        super().__init__()
+        form = FORMS[shape.along]
+        for name in MATRICES:
+            kept = getattr(shape, name)
+            if kept is None:
+                self.register_module(name, None)
+                continue
+            out, into = (width, hidden) if name == "down" else (hidden, width)
+            self.register_module(name, form(experts, out, into, shape.rank, kept, like))
+        for name in MATRICES:
+            bias = None
+            if name in biases:
+                size = width if name == "down" else hidden
+                empty = torch.empty(experts, size, dtype=like.dtype, device=like.device)
+                bias = nn.Parameter(empty, requires_grad=like.requires_grad)
+            self.register_parameter(f"{name}_bias", bias)
+
+    @property
+    def experts(self) -> int:
+        return self.matrix("down").experts
+
+    @property
+    def hidden_units(self) -> int:
+        return self.matrix("up").out_width
+
+    def matrix(self, name: str) -> FactoredMatrix:
+        matrix = getattr(self, name)
+        assert isinstance(matrix, FactoredMatrix)
+        return matrix
+
+    def matrices(self) -> dict[str, FactoredMatrix]:
+        return {name: self.matrix(name) for name in MATRICES if getattr(self, name) is not None}
+
+    def shape(self) -> Factors:
+        """What describes this layer in config.json."""
+        made = self.matrices()
+        along = next(name for name, form in FORMS.items() if isinstance(made["down"], form))
+        counts = {name: len(matrix.index) for name, matrix in made.items()}
+        return Factors(made["down"].rank, along, counts["up"], counts["down"], counts.get("gate"))
+
+    def dense(self) -> dict[str, Tensor]:
+        """The experts multiplied out, by the names of an `ExpertBank`."""
+        axes = {"gate": "EFD", "up": "EFD", "down": "EDF"}
+        made = {f"{name}_{axes[name]}": matrix.dense() for name, matrix in self.matrices().items()}
+        for name in MATRICES:
+            bias = getattr(self, f"{name}_bias")
+            if bias is not None:
+                made[f"{name}_bias_{'ED' if name == 'down' else 'EF'}"] = bias
+        return made
+
+    def forward(self, x_nD: Tensor, counts: list[int], activate: Callable[[Tensor | None, Tensor], Tensor]) -> Tensor:
+        """Tokens in the order of their experts, of which expert e has `counts[e]`."""
+        gate_nF = None if self.gate is None else self._affine("gate", x_nD, counts)
+        h_nF = activate(gate_nF, self._affine("up", x_nD, counts))
+        return self._affine("down", h_nF, counts)
+
+    def _affine(self, name: str, x_nI: Tensor, counts: list[int]) -> Tensor:
+        matrix, bias = self.matrix(name), getattr(self, f"{name}_bias")
+        if not torch.is_autocast_enabled(x_nI.device.type):
+            x_nI = x_nI.to(matrix.thin_ERx.dtype)
+        y_nO = matrix(x_nI, counts)
+        if bias is None:
+            return y_nO
+        return y_nO + bias.repeat_interleave(torch.tensor(counts, device=bias.device), dim=0, output_size=len(y_nO))

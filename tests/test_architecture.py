@@ -18,6 +18,7 @@ ORDER = """
 errors
 registry
 progress
+hook
 models runtime
 tasks
 data

@@ -77,6 +77,32 @@ def check_maps(model: PreTrainedModel, specs: dict[str, CompactSpec], files: Hea
         raise MoepressError(f"the checkpoint is incomplete: it holds {found} of {expected} expert_maps")
 
 
+def check_factors(model: PreTrainedModel, specs: dict[str, CompactSpec]) -> None:
+    """The columns (rows) that S keeps exist, each expert has its own, and none twice."""
+    from moepress.models.find import adapter_of
+
+    for path, spec in specs.items():
+        block = model.get_submodule(path)
+        factors = None if spec.factors is None else adapter_of(block).factors(block)  # type: ignore[union-attr]
+        for name, matrix in ({} if factors is None else factors.matrices()).items():
+            if matrix.index.is_meta:
+                raise MoepressError(
+                    "a decomposed model cannot be loaded with offload_buffers=True: it computes with them"
+                )
+            bounds, index = matrix.bounds(), matrix.index.tolist()
+            if bounds[0] != 0 or bounds[-1] != len(index) or bounds != sorted(bounds):
+                raise MoepressError(
+                    f"the checkpoint is corrupt: the offsets of the {name} matrices of {path!r} are wrong"
+                )
+            for e in range(matrix.experts):
+                own = index[bounds[e] : bounds[e + 1]]
+                if len(set(own)) < len(own) or any(not 0 <= i < matrix.choices for i in own):
+                    raise MoepressError(
+                        f"the checkpoint is corrupt: the {name} matrices of {path!r} keep {matrix.along} outside of "
+                        f"their {matrix.choices}, or twice"
+                    )
+
+
 def _ranks_come_first() -> bool:
     """Whether expert parallelism renumbers what the native router returns, before any hook sees it. Later versions
     renumber what the experts are called with."""

@@ -18,7 +18,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from moepress.checkpoint.checks import check_maps, check_tensors, named_tensors
+from moepress.checkpoint.checks import check_factors, check_maps, check_tensors, named_tensors
 from moepress.checkpoint.headers import Header, floating_dtypes, read_headers
 from moepress.errors import MoepressError
 
@@ -130,6 +130,7 @@ class MoepressQuantizer(HfQuantizer):
             warnings.warn(reason, stacklevel=2)
         check_tensors(model, list(self.specs), self.shapes)
         check_maps(model, self.specs, self.files)
+        check_factors(model, self.specs)
         self._leave(model)
         attach(model, self.specs, self.guard)
         return model

@@ -28,6 +28,8 @@ MATRICES = ("gate", "up", "down")
 class FactoredMatrix(nn.Module, ABC):
     """One matrix of every expert of a layer."""
 
+    along: ClassVar[str]
+    """What S keeps: `columns` or `rows`."""
     thin: ClassVar[str]
     """Name of the (E, R, ·) factor that S is not packed with."""
     packed: ClassVar[str]
@@ -135,7 +137,7 @@ class FactoredMatrix(nn.Module, ABC):
 class ColumnFactors(FactoredMatrix):
     """S keeps columns: parts of the input that go past the low rank."""
 
-    thin, packed = "v", "us"
+    along, thin, packed = "columns", "v", "us"
 
     @staticmethod
     def _widths(out: int, into: int) -> tuple[int, int]:
@@ -176,7 +178,7 @@ class ColumnFactors(FactoredMatrix):
 class RowFactors(FactoredMatrix):
     """S keeps rows: parts of the output that the low rank alone does not reach."""
 
-    thin, packed = "u", "vs"
+    along, thin, packed = "rows", "u", "vs"
 
     @staticmethod
     def _widths(out: int, into: int) -> tuple[int, int]:
@@ -215,7 +217,7 @@ class RowFactors(FactoredMatrix):
         return torch.stack(made)
 
 
-FORMS: dict[str, type[FactoredMatrix]] = {"columns": ColumnFactors, "rows": RowFactors}
+FORMS: dict[str, type[FactoredMatrix]] = {form.along: form for form in (ColumnFactors, RowFactors)}
 
 
 class ExpertFactors(nn.Module):
@@ -258,9 +260,8 @@ class ExpertFactors(nn.Module):
     def shape(self) -> Factors:
         """What describes this layer in config.json."""
         made = self.matrices()
-        along = next(name for name, form in FORMS.items() if isinstance(made["down"], form))
         counts = {name: len(matrix.index) for name, matrix in made.items()}
-        return Factors(made["down"].rank, along, counts["up"], counts["down"], counts.get("gate"))
+        return Factors(made["down"].rank, made["down"].along, counts["up"], counts["down"], counts.get("gate"))
 
     def dense(self) -> dict[str, Tensor]:
         """The experts multiplied out, by the names of an `ExpertBank`."""

@@ -34,7 +34,7 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "m-smoe": {"method": "m-smoe"},
     "hc-smoe, redirect": {"method": "hc-smoe"},
     "hc-smoe, rows": {"method": "hc-smoe", "router": "keep"},
-    "hc-smoe, rows, aligned": {"method": "hc-smoe", "router": "keep", "align.method": "weight-matching"},
+    "hc-smoe, rows, paper": {"method": "hc-smoe", "router": "keep", "preset": "paper"},
     "ream": {"method": "ream"},
     "ream, paper": {"method": "ream", "preset": "paper"},
     "merge-moe, uniform, rows": {"method": "merge-moe", "plan.budget": "uniform", "router": "keep"},

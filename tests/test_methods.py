@@ -157,11 +157,12 @@ def test_budgets_come_from_a_first_pass_and_groups_from_the_sequential_one(metho
     assert torch.equal(*first) and not torch.equal(*second)
 
 
-def test_hc_smoe_merges_the_clusters_of_mean_outputs():
-    _, outcome = pressed("mixtral", method="hc-smoe")
+@pytest.mark.parametrize("given, name", [({}, "gated-output"), ({"preset": "paper"}, "mean-output")])
+def test_hc_smoe_merges_the_clusters_of_mean_outputs(given, name):
+    _, outcome = pressed("mixtral", method="hc-smoe", **given)
     for layer in outcome.plan.layers:
         sums = outcome.statistics.layers[layer.name]
-        mean_ED = sums["mean-output"].sums["sum"] / sums["mean-output"].sums["tokens"]
+        mean_ED = sums[name].sums["sum"] / sums["usage"].sums["tokens"]
         label_E = cut_tree(linkage(pdist(mean_ED.numpy()), "average"), n_clusters=4)[:, 0]
         assert {frozenset(group.members) for group in layer.groups} == {
             frozenset(np.flatnonzero(label_E == label).tolist()) for label in range(4)

@@ -25,7 +25,7 @@ def facts(index: int, counts: list[int], seed: int = 0, width: int = 6, groups: 
     logits_TE = normal(50, experts).double()
     router = RouterView(normal(experts, width), {}, top_k, "test", groups=groups, topk_groups=1)
     statistics = {
-        "usage": {"count": torch.tensor(counts, dtype=torch.float64)},
+        "usage": {"count": torch.tensor(counts, dtype=torch.float64), "tokens": torch.tensor([2.0]).double()},
         "router-gram": {"gram": logits_TE.T @ logits_TE},
         "features": {name: normal(experts, width).double().abs() for name in ("sum", "abs", "square")},
         "gated-output": {"sum": normal(experts, width).double()},
@@ -150,10 +150,11 @@ def test_similarities_are_cosines(name):
     assert matrix.abs().max() <= 1 + 1e-9
 
 
-def test_mean_outputs_are_compared_by_their_distance():
+@pytest.mark.parametrize("name, given", [("mean-output", {}), ("gated-output", {"measure": "distance"})])
+def test_mean_outputs_are_compared_by_their_distance(name, given):
     layer = facts(0, [9, 5, 1, 0])
-    mean_ED = layer.statistics["mean-output"]["sum"] / 2
-    matrix = SIMILARITIES.create("mean-output").matrix(layer)
+    mean_ED = layer.statistics[name]["sum"] / 2
+    matrix = SIMILARITIES.create(name, **given).matrix(layer)
     assert all(abs(matrix[a, b] + (mean_ED[a] - mean_ED[b]).norm()) < 1e-9 for a in range(4) for b in range(4))
 
 

@@ -38,6 +38,12 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "ream": {"method": "ream"},
     "ream, paper": {"method": "ream", "preset": "paper"},
     "merge-moe, uniform, rows": {"method": "merge-moe", "plan.budget": "uniform", "router": "keep"},
+    "merge-moe, uniform, rows, mass": {
+        "method": "merge-moe",
+        "plan.budget": "uniform",
+        "router": "keep",
+        "refit.router": "mass",
+    },
     "merge-moe, uniform, redirect": {"method": "merge-moe", "plan.budget": "uniform"},
     "prune-refit": {"method": "prune-refit"},
     "prune-refit, layer target": {
@@ -72,6 +78,15 @@ def measure(model: Path, windows: Path, keep: float, options: dict[str, Any], de
     }
 
 
+def save(out: Path, model: Path, device: str, rows: list[dict[str, Any]]) -> None:
+    machine = torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
+    command = f"python benchmarks/compare_methods.py {model.name} --windows windows-8k --device {device}"
+    if len({row["method"] for row in rows}) < len(CANDIDATES):
+        command += " --only " + " ".join(f'"{name}"' for name in dict.fromkeys(row["method"] for row in rows))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({"command": command, "machine": machine, "rows": rows}, indent=1) + "\n")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
@@ -82,7 +97,7 @@ if __name__ == "__main__":
     parser.add_argument("-o", "--out", type=Path)
     given = parser.parse_args()
     validation = read_windows(given.windows / "validation.safetensors")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for keep in given.keep:
         for name in given.only:
             row = measure(given.model, given.windows, keep, CANDIDATES[name], given.device, validation)
@@ -92,10 +107,5 @@ if __name__ == "__main__":
                 f"  agree {row['agreement']:.3f}  {row['seconds']:.1f} s",
                 flush=True,
             )
-    if given.out:
-        machine = torch.cuda.get_device_name() if given.device.startswith("cuda") else "CPU"
-        command = (
-            f"python benchmarks/compare_methods.py {given.model.name} --windows windows-8k --device {given.device}"
-        )
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps({"command": command, "machine": machine, "rows": rows}, indent=1) + "\n")
+            if given.out:  # after each, so that an interrupted run leaves what it had
+                save(given.out, given.model, given.device, rows)

@@ -13,7 +13,7 @@ from moepress.align import ALIGNMENTS, SOLVERS, Pair, align_bank, align_group, m
 from moepress.align.activation_matching import standardised
 from moepress.align.solvers import certified_gap
 from moepress.models.inputs import ExpertInputs
-from moepress.models.layer import ExpertBank, permute_units
+from moepress.models.layer import UNIT_AXIS, ExpertBank, permute_units
 
 
 def bank(
@@ -94,6 +94,21 @@ def test_activations_find_a_hidden_permutation_whatever_the_scale_of_the_units(s
     found = permute_units(other, solution.order)
     # Up to their scale: units that are multiples of each other can stand for each other.
     assert torch.allclose(standardised(inputs.hidden(found)), standardised(inputs.hidden(expert)), atol=1e-9)
+
+
+def test_activations_and_weights_count_the_same():
+    made = bank(experts=2, units=6)
+    x_ND = torch.randn(200, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    inputs = ExpertInputs(x_ND, made.activation)
+    one, other = (ALIGNMENTS.create("activation-weight-matching").units(made.expert(e), inputs) for e in (0, 1))
+    gain_FF = sum(a.double() @ b.double().T for a, b in zip(one, other, strict=True))
+    hidden = torch.corrcoef(torch.cat([inputs.hidden(made.expert(e)).T for e in (0, 1)]))[:6, 6:]
+    flat = [
+        torch.cat([t.movedim(UNIT_AXIS[n], 0).reshape(6, -1) for n, t in made.expert(e).items() if n in UNIT_AXIS], 1)
+        for e in (0, 1)
+    ]
+    cosine = torch.nn.functional.cosine_similarity(flat[0][:, None], flat[1][None], dim=-1)
+    assert torch.allclose(gain_FF, hidden + cosine, atol=1e-5)
 
 
 def test_align_bank_keeps_functions_and_the_original():

@@ -18,11 +18,13 @@ from moepress.methods import METHODS
 from moepress.models.find import find_layers
 from moepress.models.layer import permute_units
 from moepress.models.walk import walk
-from moepress.pipeline import press, rebuild
+from moepress.pipeline import press
 from moepress.plan import Group, LayerPlan
+from moepress.rebuild import rebuild
 from moepress.recipe import make_recipe
 from moepress.refit import REFITS
 from moepress.refit.least_squares import Piece, _solve_in_turn, _solve_together
+from moepress.refit.router import ROUTER_REFITS as REFITS_OF_ROUTERS
 
 from . import zoo
 from .test_observe import calibration
@@ -268,8 +270,52 @@ def test_merged_experts_are_solved_for_all_calls_of_a_token():
     ridge = 0.05 * gram.diagonal().mean() * torch.eye(len(gram)).double()
     expected = torch.linalg.solve(gram + ridge, design.T @ missing_T)
     refit.fit(visit, whole)
-    change = (layer.bank.down_EDF - bank.down_EDF)[:, 0].reshape(-1).double()
+    change = (layer.bank.down_EDF - bank.down_EDF).detach()[:, 0].reshape(-1).double()
     assert torch.allclose(change, expected, atol=1e-3 * float(expected.abs().max()))
+
+
+def test_fitted_rows_stand_for_the_whole_group():
+    """Where a group's members have the same row, the group is as likely as all of them together: its row cannot say
+    so without a bias, but in the direction that all inputs share it can. Everywhere it comes nearer to the mass."""
+    model = zoo.build("qwen3_moe")
+    batches = calibration("qwen3_moe", model, 12)
+    visit = next(walk(model, batches, sequential=True))
+    layer, router = visit.layer, REFITS_OF_ROUTERS.create("mass", ridge=1e-6)
+    groups = (
+        Group(leader=0, members=(0, 1, 2), weights=(1.0, 0.0, 0.0)),
+        *(Group(leader=e, members=(e,), weights=(1.0,)) for e in range(3, 8)),
+    )
+    plan = LayerPlan(name=layer.name, experts=8, router="keep", groups=groups)
+    whole = router.remember(visit)
+    rebuild(layer, plan, make_recipe({"keep": 6, "align.method": "none"}))
+    before = layer.router.weight_ED.clone()
+
+    def off() -> float:
+        """The mean of (logit - log mass)², weighted by the group's share."""
+        total = weight = 0.0
+        for i in visit.numbers:
+            batch = visit.observe(i)[0]
+            mass_T = whole[i][:, :3].logsumexp(-1)
+            share_T = (mass_T - whole[i].logsumexp(-1)).exp() * batch.keep_T
+            total += float((share_T * (batch.routing.logits_TE[:, 0] - mass_T).square()).sum())
+            weight += float(share_T.sum())
+        return total / weight
+
+    far = off()
+    router.fit(visit, plan, whole)
+    near = off()
+    assert near < 0.9 * far
+    assert torch.equal(before[1:], layer.router.weight_ED[1:])
+    for seed in range(20):  # and no row nearby is better
+        draw = torch.randn(before.shape[1], generator=torch.Generator().manual_seed(seed))
+        layer.router.weight_ED[0] += 0.05 * draw
+        assert off() > near
+        layer.router.weight_ED[0] -= 0.05 * draw
+
+
+def test_a_router_that_is_no_linear_map_is_refused_before_calibration():
+    with pytest.raises(MoepressError, match="refit.router=none"):
+        pressed("zaya", method="ream", **{"refit.router": "mass"})
 
 
 @pytest.mark.parametrize("merged", [False, True])
@@ -297,6 +343,8 @@ def test_solving_in_turn_approaches_solving_together(merged):
         ({"method": "reap", "router": "redirect"}, "router rows"),
         ({"merge.operator": "zipit", "align.method": "weight-matching"}, "use align.method=none"),
         ({"method": "m-smoe", "refit.method": "least-squares"}, "does not use 'refit.method'"),
+        ({"method": "m-smoe", "refit.router": "mass"}, "nothing to fit"),
+        ({"method": "ream", "refit.router": {"name": "mass", "ridge": 0}}, "ridge must be positive"),
         ({"method": "ream", "plan.grouping": {"name": "capped", "size": 1}}, "size must be at least 2"),
         ({"method": "ream", "keep": 2, "plan.grouping": {"name": "capped", "size": 3}}, "at least 3 must stay"),
         ({"method": "prune-refit", "refit.method": {"name": "least-squares", "ridge": 0}}, "ridge must be positive"),

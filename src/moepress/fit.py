@@ -22,6 +22,8 @@ def check_fit(recipe: Recipe, layers: list[MoELayer]) -> None:
         raise MoepressError("say how small: either keep (8 experts, or 0.5 of them) or target_size (12GB)")
     if recipe.component("plan.grouping").drops and recipe.router != "keep":
         raise MoepressError("pruned experts take their router rows along: use router=keep")
+    if recipe.component("refit.router").rows and recipe.router == "redirect":
+        raise MoepressError("a redirect keeps all router rows: there is nothing to fit; use router=keep or mean")
     if recipe.format == "vanilla":
         if recipe.router == "redirect":
             raise MoepressError("a vanilla checkpoint has one router row per expert: use router=keep or router=mean")

@@ -88,6 +88,7 @@ def press(
     skipped = skipped_layers(recipe, model, layers)
     average = average_experts(recipe, model, layers, skipped)
     planner, refit = planner_of(recipe), recipe.component("refit.method")
+    router = recipe.component("refit.router")
     planner.check(facts_of(layers, Statistics(), recipe), skipped, average)
     if statistics is not None:
         check_statistics(statistics, layers, planner, recipe)
@@ -101,12 +102,14 @@ def press(
 
     with outcome.timed("plan"):
         counts = {} if plan else planner.counts(facts_of(layers, outcome.statistics, recipe), skipped, average, scores)
-    if recipe.sequential or refit.visits or tokens_wanted(recipe):
+    if recipe.sequential or refit.visits or router.visits or tokens_wanted(recipe):
         widened = weights.widened(calibration_dtype(recipe, weights.device))
         with outcome.timed("merge"), stored_dtypes(layers) as stored, widened:
             text = batches()
-            if refit.visits:
-                refit, note = refit.suited(probe(model, text, layers))
+            if refit.visits or router.visits:
+                found = probe(model, text, layers)
+                router.check(found)
+                refit, note = refit.suited(found)
                 outcome.notes += [note] if note else []
             outcome.plan = rebuild_visited(layers, text, planner, counts, plan, refit, outcome, journal, stored)
     else:
@@ -227,10 +230,15 @@ def finish_visited(
     else:
         facts = facts_of(visit, outcome.statistics, recipe)[0]
         chosen, refitted, picked = pick(visit, planner.candidates(facts, counts[layer.name]), refit, recipe)
+    router = recipe.component("refit.router")
     outputs = refit.remember(visit) if refitted and not chosen.untouched else {}
+    logits = router.remember(visit) if not chosen.untouched else {}
     done = rebuild(layer, chosen, recipe, aligned, evidence_of(visit, chosen, recipe))
     if not chosen.untouched:
         visit.changed()
+        if router.visits:
+            router.fit(visit, chosen, logits)
+            visit.changed()
         if refitted:
             refit.fit(visit, outputs)
     done.statistics, done.picked = gathered, picked

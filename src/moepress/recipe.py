@@ -21,6 +21,7 @@ from moepress.merge import MERGES
 from moepress.methods import METHODS
 from moepress.plan import BUDGETS, GROUPINGS, SALIENCIES, SIMILARITIES
 from moepress.refit import REFITS
+from moepress.refit.router import ROUTER_REFITS
 from moepress.registry import Registry, did_you_mean
 
 Component = str | dict[str, Any]
@@ -33,6 +34,7 @@ PLACES: dict[str, Registry[Any]] = {
     "align.solver": SOLVERS,
     "merge.operator": MERGES,
     "refit.method": REFITS,
+    "refit.router": ROUTER_REFITS,
 }
 SECTIONS = ("plan", "align", "merge", "refit")
 """Sections whose entries belong to the method."""
@@ -72,6 +74,7 @@ class MergeSection(Section):
 
 class RefitSection(Section):
     method: Component = Field(default="none", description="how what is left takes over the work of what was removed")
+    router: Component = Field(default="none", description="how the rows of merged experts are fitted to their groups")
 
 
 class Recipe(Section):

@@ -16,6 +16,7 @@ class Merging(Method):
             "align.solver",
             "align.memory",
             "merge.operator",
+            "refit.router",
             "router",
             "sequential",
         }

@@ -13,6 +13,7 @@ class REAM(Merging):
         "plan.similarity": "gated-output+router-logits",
         "plan.budget": "uniform",
         "plan.grouping": "capped",
+        "align.method": "activation-weight-matching",
         "merge.operator": "saliency",
         "router": "keep",
         "sequential": True,

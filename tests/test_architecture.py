@@ -19,6 +19,7 @@ errors
 registry
 progress
 hook
+memory
 models runtime
 tasks
 data
@@ -34,7 +35,7 @@ evaluation
 recovery
 methods
 recipe
-fit trial
+fit trial command
 journal
 rebuild
 pipeline

@@ -9,13 +9,22 @@ from typing import TYPE_CHECKING, Any
 from moepress.checkpoint.register import register
 
 if TYPE_CHECKING:
-    from moepress.api import compress, evaluate, export
+    from moepress.api import compress, evaluate, export, record_evaluation, write_report
     from moepress.errors import MoepressError
     from moepress.inspection import inspect_model
     from moepress.recipe import Recipe
 
 __version__ = "0.1.0"
-__all__ = ["MoepressError", "Recipe", "compress", "evaluate", "export", "inspect_model"]
+__all__ = [
+    "MoepressError",
+    "Recipe",
+    "compress",
+    "evaluate",
+    "export",
+    "inspect_model",
+    "record_evaluation",
+    "write_report",
+]
 
 register()
 
@@ -23,6 +32,8 @@ _PLACES = {
     "compress": "moepress.api",
     "evaluate": "moepress.api",
     "export": "moepress.api",
+    "record_evaluation": "moepress.api",
+    "write_report": "moepress.api",
     "inspect_model": "moepress.inspection",
     "Recipe": "moepress.recipe",
     "MoepressError": "moepress.errors",

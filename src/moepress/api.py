@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from moepress import __version__
@@ -18,12 +19,17 @@ from moepress.checkpoint.folder import output_folder
 from moepress.checkpoint.load import load_model, load_skeleton, load_tokenizer, quiet
 from moepress.checkpoint.sizes import Sizes, sizes_of
 from moepress.checkpoint.vanilla import save_vanilla
+from moepress.command import compress_command
 from moepress.data.batches import calibration_batches
 from moepress.errors import MoepressError
 from moepress.observe import Statistics
 from moepress.pipeline import Outcome, press
 from moepress.plan import Plan
 from moepress.recipe import Recipe, load_recipe, make_recipe
+from moepress.report import RECORDS, SIMILARITY, add_evaluation, clear, draw_report, records_beside, records_of
+
+PLACE = {"--plan": "plan.json", "--statistics": "statistics"}
+"""Where values that were given in memory are saved."""
 
 
 @dataclass
@@ -35,21 +41,32 @@ class Compressed:
     before: Sizes
     after: Sizes
     folder: Path | None = None
+    name: str = ""
+    """Of the model that was compressed."""
+    command: str = ""
+    """What makes the output again."""
+    page: Path | None = None
+    """The report."""
 
     def report(self) -> dict[str, Any]:
         outcome = self.outcome
         return {
             "moepress": __version__,
+            "model": self.name,
+            "command": self.command,
             "method": outcome.recipe.method,
             "format": outcome.recipe.format,
             "before": self.before.to_dict(),
             "after": self.after.to_dict(),
             "experts": {layer.name: [layer.experts, layer.physical] for layer in outcome.plan.layers},
             "worst_alignment_gap": max(outcome.gaps.values(), default=0.0),
+            "alignment_gap": outcome.gaps,
+            "output_error": outcome.output_error,
             "picked": outcome.picked,
             "notes": outcome.notes,
             "alignments": dict(sorted(outcome.solved.items())),
             "seconds": {stage: round(seconds, 3) for stage, seconds in outcome.seconds.items()},
+            "memory": outcome.memory,
             "versions": {name: version(name) for name in ("torch", "transformers", "safetensors")}
             | {"python": platform.python_version()},
         }
@@ -87,21 +104,35 @@ def compress(
     if out is None:
         loaded, tokenizer, _ = open_source(model, tokenizer, device, trust_remote_code, revision)
         return _run(loaded, tokenizer, made, saved_statistics, saved_plan)
+    name = model.config._name_or_path if isinstance(model, PreTrainedModel) else os.fspath(model)
+    records = records_beside(out) if made.format == "vanilla" else Path(out, RECORDS)
+    given = {"--plan": plan, "--statistics": statistics, "--device": device, "--revision": revision}
+    more = {
+        option: str(value if isinstance(value, (str, os.PathLike)) else records / PLACE[option])
+        for option, value in given.items()
+        if value is not None
+    }
     source = None if isinstance(model, PreTrainedModel) else model
     # Entered before anything is loaded, so that an output that cannot be written is refused at once.
     with output_folder(out, overwrite=overwrite, source=source) as folder:
         loaded, tokenizer, source = open_source(model, tokenizer, device, trust_remote_code, revision)
         result = _run(loaded, tokenizer, made, saved_statistics, saved_plan)
+        result.folder, result.name = Path(out), Path(name).name or "MODEL"
+        result.command = compress_command(made, name or "MODEL", os.fspath(out), more)
         outcome = result.outcome
         with outcome.timed("write"), quiet():
             if made.format == "vanilla":
                 save_vanilla(loaded, outcome.specs, folder, source=source, max_shard_size=max_shard_size)
             else:
                 save_compact(loaded, outcome.specs, folder, source=source, max_shard_size=max_shard_size)
-                write_records(result, folder / "moepress")
-    result.folder = Path(out)
+        if made.format != "vanilla":
+            write_records(result, folder / RECORDS)
     if made.format == "vanilla":  # nothing of moepress in the folder itself
-        write_records(result, result.folder.with_name(result.folder.name + ".moepress"))
+        write_records(result, records)
+    try:
+        result.page = draw_report(records)
+    except Exception as error:  # a picture is no reason to lose hours of work; what was lost is said
+        outcome.notes.append(f"the report could not be drawn ({type(error).__name__}: {error}); all else is complete")
     return result
 
 
@@ -154,11 +185,29 @@ def _run(
 def write_records(result: Compressed, folder: Path) -> None:
     """Everything that made the output, so that any stage can be run again alone."""
     folder.mkdir(parents=True, exist_ok=True)
+    clear(folder)
     result.outcome.recipe.save(folder / "recipe.yaml")
     result.outcome.plan.save(folder / "plan.json")
     if result.outcome.statistics.layers:
         result.outcome.statistics.save(folder / "statistics")
+    if result.outcome.similarity:
+        save_file(
+            {name: matrix.contiguous() for name, matrix in result.outcome.similarity.items()}, folder / SIMILARITY
+        )
     (folder / "report.json").write_text(json.dumps(result.report(), indent=1) + "\n")
+
+
+def write_report(out: str | os.PathLike[str]) -> Path:
+    """Draw the report of an output again, from what was saved of it; returns the page."""
+    return draw_report(records_of(out))
+
+
+def record_evaluation(out: str | os.PathLike[str], score: dict[str, Any], **asked: Any) -> Path:
+    """Add what `evaluate` found to the records of an output, and draw its report again; returns the page. `asked` says
+    what was evaluated (`text=` or `task=`, `against=`, …); an earlier result of the same is replaced."""
+    records = records_of(out)
+    add_evaluation(records, asked, score)
+    return draw_report(records)
 
 
 def export(

@@ -36,6 +36,10 @@ class Finished:
     gap: float | None = None
     """The worst certified alignment gap."""
     picked: str | None = None
+    output_error: float | None = None
+    """Relative squared error of the layer's output on its inputs, where those were at hand."""
+    similarity_EE: Tensor | None = None
+    """What its experts were grouped by."""
     solved: Counter[str] = field(default_factory=Counter)
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from moepress.errors import MoepressError
 from moepress.fit import average_experts, check_fit, skipped_layers
 from moepress.journal import Finished, Journal, Observed
+from moepress.memory import high_water_mark
 from moepress.models.find import find_layers
 from moepress.models.layer import CompactSpec, ExpertBank, MoELayer
 from moepress.models.probe import probe
@@ -26,7 +27,7 @@ from moepress.progress import track
 from moepress.rebuild import align_to_first, evidence_of, rebuild, tokens_wanted
 from moepress.recipe import Recipe
 from moepress.refit import Refit
-from moepress.trial import attempt, split
+from moepress.trial import Damage, attempt, split
 
 
 @dataclass
@@ -47,12 +48,20 @@ class Outcome:
     """What was done otherwise than was meant, and why."""
     solved: Counter[str] = field(default_factory=Counter)
     """How many alignments were solved in which way."""
+    similarity: dict[str, torch.Tensor] = field(default_factory=dict)
+    """By layer, how alike its experts were found (E, E), where that decided which are merged."""
+    output_error: dict[str, float] = field(default_factory=dict)
+    """By layer, the relative squared error of its output on its inputs, where those were at hand."""
+    memory: dict[str, int] = field(default_factory=dict)
+    """The most memory in bytes since the start, as it stood at the end of each stage."""
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+        if (peak := high_water_mark(next(self.model.parameters()).device)) is not None:
+            self.memory[stage] = peak
 
     def add(self, layer: MoELayer, done: Finished) -> LayerPlan:
         """Take note of a finished layer."""
@@ -64,6 +73,10 @@ class Outcome:
             self.gaps[layer.name] = done.gap
         if done.picked is not None:
             self.picked[layer.name] = done.picked
+        if done.similarity_EE is not None:
+            self.similarity[layer.name] = done.similarity_EE
+        if done.output_error is not None:
+            self.output_error[layer.name] = done.output_error
         self.solved += done.solved
         return done.plan
 
@@ -172,7 +185,9 @@ def finish_unseen(
         chosen = plan.of(layer.name)
     else:
         chosen = planner.layer(facts_of([layer], outcome.statistics, recipe)[0], counts[layer.name])
-    return rebuild(layer, chosen, recipe, aligned)
+    done = rebuild(layer, chosen, recipe, aligned)
+    done.similarity_EE = planner.found.get(layer.name)
+    return done
 
 
 def rebuild_visited(
@@ -231,17 +246,19 @@ def finish_visited(
         facts = facts_of(visit, outcome.statistics, recipe)[0]
         chosen, refitted, picked = pick(visit, planner.candidates(facts, counts[layer.name]), refit, recipe)
     router = recipe.component("refit.router")
+    damage = None if chosen.untouched else Damage(visit)
     outputs = refit.remember(visit) if refitted and not chosen.untouched else {}
     logits = router.remember(visit) if not chosen.untouched else {}
     done = rebuild(layer, chosen, recipe, aligned, evidence_of(visit, chosen, recipe))
-    if not chosen.untouched:
+    if damage is not None:
         visit.changed()
         if router.visits:
             router.fit(visit, chosen, logits)
             visit.changed()
         if refitted:
             refit.fit(visit, outputs)
-    done.statistics, done.picked = gathered, picked
+        done.output_error = damage.measure()
+    done.statistics, done.picked, done.similarity_EE = gathered, picked, planner.found.get(layer.name)
     return done
 
 

@@ -79,6 +79,30 @@ def attempt(visit: LayerVisit, rebuild: Rebuild, refit: Refit, fit: list[int], h
     return Trial(plain, error())
 
 
+class Damage:
+    """What a layer's change does to its output on its own inputs: Σ‖whole − changed‖² / Σ‖whole‖² over some tokens of
+    every domain. Made while the layer is whole."""
+
+    def __init__(self, visit: LayerVisit, tokens: int = 4096) -> None:
+        self.visit = visit
+        domains = {visit.domain(i) for i in visit.numbers}
+        seen = dict.fromkeys(domains, 0)
+        self.whole: dict[int, tuple[Tensor, Tensor]] = {}
+        for i in visit.numbers:
+            if seen[visit.domain(i)] < tokens / len(domains):
+                batch, output = visit.observe(i)
+                self.whole[i] = flat(output, batch.keep_T)[batch.keep_T].float(), batch.keep_T
+                seen[visit.domain(i)] += visit.tokens(i)
+
+    @torch.no_grad()
+    def measure(self) -> float:
+        missed, total = 0.0, 0.0
+        for i, (whole_TD, keep_T) in self.whole.items():
+            missed += float((self.visit.output(i)[keep_T].float() - whole_TD).square().sum(dtype=torch.float64))
+            total += float(whole_TD.square().sum(dtype=torch.float64))
+        return missed / total if total else 0.0
+
+
 def flat(output: object, keep_T: Tensor) -> Tensor:
     first = output[0] if isinstance(output, tuple) else output
     assert isinstance(first, Tensor)

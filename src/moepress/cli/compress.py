@@ -111,6 +111,7 @@ def compress(
     print_table(f"{model} → {out}", ["", "before", "after"], rows, took)
     for note in result.outcome.notes:
         typer.echo(note)
+    typer.echo(f"Report: {result.page}")
     if result.outcome.recipe.format == "compact":
         typer.echo(f"Load it: import moepress; AutoModel….from_pretrained({str(out)!r})")
 

@@ -18,10 +18,12 @@ def evaluate(
     batch_size: Annotated[int, typer.Option(help="Samples of a forward pass.")] = 8,
     split: Annotated[str, typer.Option(help="Of records and tasks that have splits.")] = "validation",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, …")] = None,
+    record: Annotated[bool, typer.Option(help="Add the result to the report of an output of compress.")] = True,
     as_json: Json = False,
 ) -> None:
     """Perplexity, KL to the original and agreement on text; accuracy on a task."""
     from moepress import api
+    from moepress.report import has_records
 
     with quiet_if(as_json):
         score = api.evaluate(
@@ -35,14 +37,22 @@ def evaluate(
             split=split,
             device=device,
         )
+        page = None
+        if record and has_records(model):
+            asked = {"against": against, "text": text, "task": task, "length": length, "split": split}
+            if samples != "all":
+                asked["samples"] = samples
+            page = api.record_evaluation(model, score, **{k: v for k, v in asked.items() if v is not None})
     if as_json:
         print_json({"model": model, "against": against} | score)
         return
-    domains: dict[str, Any] = score.pop("domains", {})
-    columns = list(score)
+    domains: dict[str, Any] = score.get("domains", {})
+    columns = [name for name in score if name != "domains"]
     rows = [["all", *(_number(score[c]) for c in columns)]]
     rows += [[name, *(_number(own.get(c, "")) for c in columns)] for name, own in domains.items()]
     print_table(f"{model}" + (f" against {against}" if against else ""), ["", *columns], rows)
+    if page:
+        typer.echo(f"Added to {page}")
 
 
 def _number(value: Any) -> str:

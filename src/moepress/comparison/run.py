@@ -18,7 +18,6 @@ from moepress.api import open_source, prepare_recipe
 from moepress.bench.results import write
 from moepress.bench.timing import machine, machine_words
 from moepress.checkpoint.sizes import sizes_of
-from moepress.comparison.memory import peak_memory
 from moepress.comparison.rounding import round_weights
 from moepress.comparison.tables import drawing, tables_of
 from moepress.data.batches import CalibrationData, calibration_batches
@@ -26,6 +25,7 @@ from moepress.errors import MoepressError
 from moepress.evaluation import compare
 from moepress.evaluation.continuation import common_start, continuations
 from moepress.fit import average_experts, check_fit, skipped_layers
+from moepress.memory import peak_memory
 from moepress.models.find import find_layers
 from moepress.progress import track
 from moepress.recipe import Recipe

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -31,6 +31,8 @@ class Planner:
     multiple_of: int = 1
     rivals: tuple[Saliency, ...] = ()
     """Other saliencies, each of which is asked for a plan as well."""
+    found: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
+    """By layer, the similarities (E, E) that experts were grouped by."""
 
     @property
     def saliencies(self) -> tuple[Saliency, ...]:
@@ -114,7 +116,10 @@ class Planner:
         score_E = self.score(replace(facts, keep=count), saliency)
         router_groups = facts.router.groups if self.router != "redirect" else 1
         leaders = strongest(score_E, count, router_groups)
-        members = self.grouping.groups(score_E, self.similarity.matrix(facts), leaders, router_groups)
+        similarity_EE = self.similarity.matrix(facts)
+        members = self.grouping.groups(score_E, similarity_EE, leaders, router_groups)
+        if any(len(group) > 1 for group in members):
+            self.found[facts.name] = similarity_EE.float().cpu()
         count_E = facts.statistics["usage"]["count"] if self.weigh_by == "usage" else score_E
         groups = tuple(
             Group(leader=group[0], members=tuple(group), weights=tuple(self.member_weights(count_E[group].tolist())))

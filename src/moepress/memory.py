@@ -1,4 +1,4 @@
-"""The most memory that a piece of work had at a time."""
+"""How much memory the process, or the GPU, has had at a time."""
 
 from __future__ import annotations
 
@@ -25,11 +25,23 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         yield peak
-        peak.bytes = torch.cuda.max_memory_allocated(device)
+        peak.bytes = high_water_mark(device)
         return
     reset = _reset()
     yield peak
-    peak.bytes = _high_water_mark() if reset else None
+    peak.bytes = high_water_mark(device) if reset else None
+
+
+def high_water_mark(device: torch.device) -> int | None:
+    """The most since the process began, or since `peak_memory` was entered."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        lines = STATUS.read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
+    return 1024 * int(found[0]) if found else None
 
 
 def _reset() -> bool:
@@ -38,12 +50,3 @@ def _reset() -> bool:
     except OSError:
         return False
     return True
-
-
-def _high_water_mark() -> int | None:
-    try:
-        lines = STATUS.read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
-    return 1024 * int(found[0]) if found else None

@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moepress.cli.output import Json, print_json
+
+
+def report(
+    out: Annotated[Path, typer.Argument(help="An output of `moepress compress`, or its folder of records.")],
+    as_json: Json = False,
+) -> None:
+    """Draw the report of an output again: one page, its figures as SVG and PNG, their data as CSV."""
+    from moepress import api
+
+    page = api.write_report(out)
+    if as_json:
+        print_json({"page": str(page), "figures": str(page.parent / "figures")})
+    else:
+        typer.echo(str(page))

@@ -190,6 +190,25 @@ def test_ream_merges_what_reap_removes_into_the_most_salient():
         assert torch.allclose(torch.tensor(merged.weights).double(), share)
 
 
+@pytest.mark.parametrize("method", [name for name, cls in METHODS if "plan.guard" in cls.uses])
+def test_a_super_expert_survives_every_method(method):
+    """The guard decides on measured outputs, whatever the method's own score says."""
+
+    def build():
+        model = zoo.build("qwen3_moe")
+        for layer in find_layers(model):
+            bank = layer.bank.map(lambda name, t: t.clone())
+            bank.down_EDF[5] *= 1000
+            layer.adapter.write_bank(layer.block, bank)
+        return model
+
+    model = build()
+    recipe = make_recipe({"method": method, "keep": 4, "plan.guard": "super-experts"})
+    outcome = press(model, recipe, lambda: calibration("qwen3_moe", model, 4))
+    for layer in outcome.plan.layers:
+        assert [group.members for group in layer.groups if group.leader == 5] == [(5,)]
+
+
 def test_clusters_of_duplicates_are_found_and_merging_them_changes_nothing():
     model = zoo.build("qwen3_moe")
     for layer in find_layers(model):

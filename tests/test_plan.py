@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 
 from moepress.errors import MoepressError
 from moepress.models.layer import ExpertBank, RouterView
-from moepress.plan import BUDGETS, GROUPINGS, SALIENCIES, SIMILARITIES, LayerFacts, LayerPlan, Limits, Plan, Planner
+from moepress.plan import (
+    BUDGETS,
+    GROUPINGS,
+    GUARDS,
+    SALIENCIES,
+    SIMILARITIES,
+    LayerFacts,
+    LayerPlan,
+    Limits,
+    Plan,
+    Planner,
+)
 from moepress.plan.grouping import strongest
 from moepress.registry import Registry
 
@@ -28,6 +39,7 @@ def facts(index: int, counts: list[int], seed: int = 0, width: int = 6, groups: 
         "usage": {"count": torch.tensor(counts, dtype=torch.float64), "tokens": torch.tensor([2.0]).double()},
         "router-gram": {"gram": logits_TE.T @ logits_TE},
         "features": {name: normal(experts, width).double().abs() for name in ("sum", "abs", "square")},
+        "output-peak": {"power": torch.full((experts,), 2.0).double() ** 32},
         "gated-output": {"sum": normal(experts, width).double()},
         "mean-output": {"sum": normal(experts, width).double(), "tokens": torch.tensor([2.0]).double()},
     }
@@ -172,7 +184,7 @@ def test_random_similarity_depends_on_seed_and_layer_only():
     assert not torch.equal(random.matrix(one), random.matrix(other))
 
 
-@pytest.mark.parametrize("registry", [SALIENCIES, SIMILARITIES, BUDGETS, GROUPINGS])
+@pytest.mark.parametrize("registry", [SALIENCIES, SIMILARITIES, BUDGETS, GROUPINGS, GUARDS])
 def test_typos_get_a_suggestion(registry: Registry):
     name = registry.names()[0]
     with pytest.raises(MoepressError, match=f"did you mean '{name}'"):
@@ -245,6 +257,41 @@ def test_capped_groups_need_enough_leaders():
     assert capped.make([facts(0, counts)], set(), 4.0).layers[0].physical == 4
     with pytest.raises(MoepressError, match="size must be at least 2"):
         GROUPINGS.create("capped", size=1)
+
+
+@pytest.mark.parametrize("grouping", GROUPINGS.names())
+@settings(max_examples=40, deadline=None)
+@given(situations(), st.data())
+def test_guarded_experts_are_left_alone(grouping, situation, data):
+    score_E, similarity_EE, leaders, blocks = situation
+    alone = frozenset(data.draw(st.sets(st.sampled_from(leaders), max_size=len(leaders) - 1)))
+    made = GROUPINGS.create(grouping)
+    try:
+        groups = made.groups_but(alone, score_E, similarity_EE, leaders, blocks)
+    except MoepressError as error:
+        assert "guarded" in str(error) and not made.drops
+        return
+    assert all([e] in groups for e in alone) and len(groups) == len(leaders)
+    members = sorted(e for group in groups for e in group)
+    assert members == (sorted(leaders) if made.drops else list(range(len(score_E))))
+
+
+@pytest.mark.parametrize("grouping", ["dominant", "hierarchical", "capped", "prune"])
+def test_super_experts_stay_whatever_their_score(grouping):
+    layer = facts(0, [9, 5, 0, 3, 2, 1])
+    layer.statistics["output-peak"]["power"][2] = 50.0**32
+    router = "keep" if grouping == "prune" else "redirect"
+    guarded = replace(
+        planner("uniform", router=router), grouping=GROUPINGS.create(grouping), guard=GUARDS.create("super-experts")
+    )
+    groups = guarded.make([layer], set(), 3.0).layers[0].groups
+    assert len(groups) == 3 and [group.members for group in groups if group.leader == 2] == [(2,)]
+    assert "output-peak" in guarded.needs
+    layer.statistics["output-peak"]["power"][:4] = 50.0**32  # the rule now, not the exception
+    assert guarded.guard.alone(layer) == frozenset()
+    with pytest.raises(MoepressError, match="must stay as well"):
+        layer.statistics["output-peak"]["power"][:] = torch.tensor([1.0, 1, 1, 1, 50, 50]).double() ** 32
+        replace(guarded, grouping=GROUPINGS.create("prune"), router="redirect").make([layer], set(), 1.0)
 
 
 def test_scores_weigh_where_the_operator_wants_them():

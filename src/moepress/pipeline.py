@@ -328,6 +328,7 @@ def planner_of(recipe: Recipe) -> Planner:
         similarity=recipe.component("plan.similarity"),
         budget=recipe.component("plan.budget"),
         grouping=recipe.component("plan.grouping"),
+        guard=recipe.component("plan.guard"),
         router=recipe.router,
         member_weights=recipe.component("merge.operator").weights,
         weigh_by=recipe.component("merge.operator").weigh_by,

@@ -19,7 +19,7 @@ from moepress.data.batches import CalibrationData
 from moepress.errors import MoepressError
 from moepress.merge import MERGES
 from moepress.methods import METHODS
-from moepress.plan import BUDGETS, GROUPINGS, SALIENCIES, SIMILARITIES
+from moepress.plan import BUDGETS, GROUPINGS, GUARDS, SALIENCIES, SIMILARITIES
 from moepress.refit import REFITS
 from moepress.refit.router import ROUTER_REFITS
 from moepress.registry import Registry, did_you_mean
@@ -30,6 +30,7 @@ PLACES: dict[str, Registry[Any]] = {
     "plan.similarity": SIMILARITIES,
     "plan.budget": BUDGETS,
     "plan.grouping": GROUPINGS,
+    "plan.guard": GUARDS,
     "align.method": ALIGNMENTS,
     "align.solver": SOLVERS,
     "merge.operator": MERGES,
@@ -53,6 +54,7 @@ class PlanSection(Section):
     similarity: Component = Field(default="router-logits", description="which experts are alike")
     budget: Component = Field(default="adaptive", description="how many experts each layer keeps")
     grouping: Component = Field(default="dominant", description="which expert joins which group")
+    guard: Component = Field(default="none", description="which experts are left alone, whatever their score")
     skip: Literal["auto", "none"] | list[str] = Field(
         default="auto",
         description="MoE layers left whole: `none`, a list of layer paths, or `auto` (the method's own choice)",

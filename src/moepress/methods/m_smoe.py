@@ -10,6 +10,7 @@ class Merging(Method):
             "plan.similarity",
             "plan.budget",
             "plan.grouping",
+            "plan.guard",
             "plan.skip",
             "align.method",
             "align.reference",

@@ -4,7 +4,9 @@ from moepress.methods.base import METHODS, Method
 
 
 class Pruning(Method):
-    uses = frozenset({"plan.saliency", "plan.budget", "plan.grouping", "plan.skip", "router", "sequential"})
+    uses = frozenset(
+        {"plan.saliency", "plan.budget", "plan.grouping", "plan.guard", "plan.skip", "router", "sequential"}
+    )
     defaults = {"plan.budget": "uniform", "plan.grouping": "prune", "router": "keep", "sequential": True}
 
 

@@ -5,6 +5,7 @@ from moepress.observe import (  # noqa: F401 - registration
     gated_output,
     mean_output,
     output_norm,
+    output_peak,
     router_gram,
     usage,
 )

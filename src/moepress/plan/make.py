@@ -13,6 +13,8 @@ from moepress.errors import MoepressError
 from moepress.plan.budget import Budget, Limits
 from moepress.plan.facts import LayerFacts
 from moepress.plan.grouping import Grouping, strongest
+from moepress.plan.guard import Guard
+from moepress.plan.guard.nobody import Nobody
 from moepress.plan.plan import Group, LayerPlan, Plan, RouterAction
 from moepress.plan.saliency import Saliency
 from moepress.plan.similarity import Similarity
@@ -29,6 +31,7 @@ class Planner:
     """Usage of a group's members, or their scores -> what each counts in the merge."""
     weigh_by: Literal["usage", "score"] = "usage"
     multiple_of: int = 1
+    guard: Guard = field(default_factory=Nobody)
     rivals: tuple[Saliency, ...] = ()
     """Other saliencies, each of which is asked for a plan as well."""
     found: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
@@ -42,7 +45,7 @@ class Planner:
     def needs(self) -> tuple[str, ...]:
         """Statistics that must be gathered; usage always, since the weights of a merge come from it."""
         scored = (name for saliency in self.saliencies for name in saliency.needs)
-        named = ("usage", *scored, *self.similarity.needs, *self.grouping.needs)
+        named = ("usage", *scored, *self.similarity.needs, *self.grouping.needs, *self.guard.needs)
         return tuple(dict.fromkeys(named))
 
     def limits(self, facts: LayerFacts) -> Limits:
@@ -115,9 +118,14 @@ class Planner:
             return LayerPlan.keep_all(facts.name, facts.experts)
         score_E = self.score(replace(facts, keep=count), saliency)
         router_groups = facts.router.groups if self.router != "redirect" else 1
-        leaders = strongest(score_E, count, router_groups)
+        alone = self.guard.alone(facts)
+        leaders = strongest(first(score_E, alone), count, router_groups)
+        if missing := sorted(alone.difference(leaders)):
+            raise MoepressError(
+                f"layer {facts.name!r}: {count} experts are too few, since the guarded {missing} must stay as well"
+            )
         similarity_EE = self.similarity.matrix(facts)
-        members = self.grouping.groups(score_E, similarity_EE, leaders, router_groups)
+        members = self.grouping.groups_but(alone, score_E, similarity_EE, leaders, router_groups)
         if any(len(group) > 1 for group in members):
             self.found[facts.name] = similarity_EE.float().cpu()
         count_E = facts.statistics["usage"]["count"] if self.weigh_by == "usage" else score_E
@@ -128,3 +136,10 @@ class Planner:
         kept = {expert for group in members for expert in group}
         dropped = tuple(e for e in range(facts.experts) if e not in kept)
         return LayerPlan(name=facts.name, experts=facts.experts, router=self.router, groups=groups, dropped=dropped)
+
+
+def first(score_E: torch.Tensor, alone: frozenset[int]) -> torch.Tensor:
+    """The scores with some experts before all others."""
+    raised_E = score_E.clone()
+    raised_E[sorted(alone)] += score_E.max() + 1
+    return raised_E

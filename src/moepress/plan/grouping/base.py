@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from moepress.errors import MoepressError
 from moepress.registry import Registry
 
 
@@ -26,6 +27,27 @@ class Grouping(ABC):
         """As many lists of experts as there are leaders, who are the experts with the highest scores; whoever leads a
         group in the end stands first in its list. An expert in no list is dropped. With `router_groups` the experts
         form that many blocks, each of which must be given equally many groups, as `leaders` are."""
+
+    def groups_but(
+        self, alone: frozenset[int], score_E: Tensor, similarity_EE: Tensor, leaders: list[int], router_groups: int = 1
+    ) -> list[list[int]]:
+        """The same with some of the leaders left alone: the others are grouped as if these did not exist."""
+        if not alone:
+            return self.groups(score_E, similarity_EE, leaders, router_groups)
+        size = len(score_E) // router_groups
+        groups = [[e] for e in sorted(alone)]
+        # Blocks can differ in how many are left, so that each is grouped for itself; without blocks it is all one.
+        for start in range(0, len(score_E), size):
+            rest = [e for e in range(start, start + size) if e not in alone]
+            led = [at for at, e in enumerate(rest) if e in leaders]
+            if len(led) < (self.least(len(rest)) if rest and not self.drops else 0):
+                raise MoepressError(
+                    f"{len(alone)} experts are guarded, which leaves {len(led)} for all others to join: keep more"
+                )
+            if led:
+                made = self.groups(score_E[rest], similarity_EE[rest][:, rest], led)
+                groups += [[rest[at] for at in group] for group in made]
+        return sorted(groups)
 
 
 def strongest(score_E: Tensor, k: int, router_groups: int = 1) -> list[int]:

@@ -30,13 +30,13 @@ merge
 refit
 prune
 decompose
+journal
 checkpoint
 evaluation
 recovery
 methods
 recipe
 fit trial command
-journal
 rebuild
 pipeline
 report bench

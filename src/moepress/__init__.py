@@ -23,6 +23,7 @@ __all__ = [
     "export",
     "inspect_model",
     "record_evaluation",
+    "verify",
     "write_report",
 ]
 
@@ -35,6 +36,7 @@ _PLACES = {
     "record_evaluation": "moepress.api",
     "write_report": "moepress.api",
     "inspect_model": "moepress.inspection",
+    "verify": "moepress.checkpoint.manifest",
     "Recipe": "moepress.recipe",
     "MoepressError": "moepress.errors",
 }

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,26 @@ from transformers import PreTrainedModel
 
 from moepress import __version__
 from moepress.checkpoint.compact import compact_specs, save_compact
-from moepress.checkpoint.folder import output_folder
-from moepress.checkpoint.load import load_model, load_skeleton, load_tokenizer, quiet
+from moepress.checkpoint.companions import copy_companions
+from moepress.checkpoint.folder import job_folder, output_folder
+from moepress.checkpoint.job import Job, fingerprint
+from moepress.checkpoint.load import (
+    COMPACT_ALREADY,
+    load_model,
+    load_skeleton,
+    load_tokenizer,
+    local_folder,
+    quiet,
+)
+from moepress.checkpoint.manifest import write_manifest
+from moepress.checkpoint.paging import PagedWeights
 from moepress.checkpoint.sizes import Sizes, sizes_of
 from moepress.checkpoint.vanilla import save_vanilla
 from moepress.command import compress_command
-from moepress.data.batches import calibration_batches
+from moepress.data.batches import calibration_batches, fingerprint_of
 from moepress.errors import MoepressError
+from moepress.fit import parse_size
+from moepress.models.weights import Weights
 from moepress.observe import Statistics
 from moepress.pipeline import Outcome, press
 from moepress.plan import Plan
@@ -34,9 +48,8 @@ PLACE = {"--plan": "plan.json", "--statistics": "statistics"}
 
 @dataclass
 class Compressed:
-    """The result of `compress`: the model, where it was written, and how it came about."""
+    """The result of `compress`: where it was written, and how it came about."""
 
-    model: PreTrainedModel
     outcome: Outcome
     before: Sizes
     after: Sizes
@@ -47,6 +60,14 @@ class Compressed:
     """What makes the output again."""
     page: Path | None = None
     """The report."""
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """The compressed model: in memory, or else loaded from where it was written."""
+        if isinstance(Weights.of(self.outcome.model), PagedWeights):
+            assert self.folder is not None
+            return load_model(self.folder)
+        return self.outcome.model
 
     def report(self) -> dict[str, Any]:
         outcome = self.outcome
@@ -86,6 +107,7 @@ def compress(
     trust_remote_code: bool = False,
     revision: str | None = None,
     max_shard_size: int | str = "5GB",
+    resume: bool = False,
     **options: Any,
 ) -> Compressed:
     """Compress a model and, with `out`, write it.
@@ -93,6 +115,9 @@ def compress(
     `model` is a folder, a Hub name, or a model in memory, which is then changed in place. `options` are recipe
     entries (`keep=8`, `method="m-smoe"`, `format="vanilla"`; dotted ones as `**{"plan.similarity": "router-weight"}`)
     and go over those of `recipe`. Saved `statistics` or an edited `plan` take the place of the stage that makes them.
+
+    A folder or Hub model that is written to `out` is never in memory as a whole: its layers are read, worked on and
+    written one after the other. If that is interrupted, the same call with `resume` goes on where it was.
     """
     made = prepare_recipe(recipe, calibration, options)
     saved_plan = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)
@@ -105,35 +130,69 @@ def compress(
         loaded, tokenizer, _ = open_source(model, tokenizer, device, trust_remote_code, revision)
         return _run(loaded, tokenizer, made, saved_statistics, saved_plan)
     name = model.config._name_or_path if isinstance(model, PreTrainedModel) else os.fspath(model)
-    records = records_beside(out) if made.format == "vanilla" else Path(out, RECORDS)
+    vanilla = made.format == "vanilla"
+    records = records_beside(out) if vanilla else Path(out, RECORDS)
     given = {"--plan": plan, "--statistics": statistics, "--device": device, "--revision": revision}
     more = {
         option: str(value if isinstance(value, (str, os.PathLike)) else records / PLACE[option])
         for option, value in given.items()
         if value is not None
     }
-    source = None if isinstance(model, PreTrainedModel) else model
-    # Entered before anything is loaded, so that an output that cannot be written is refused at once.
-    with output_folder(out, overwrite=overwrite, source=source) as folder:
-        loaded, tokenizer, source = open_source(model, tokenizer, device, trust_remote_code, revision)
-        result = _run(loaded, tokenizer, made, saved_statistics, saved_plan)
-        result.folder, result.name = Path(out), Path(name).name or "MODEL"
-        result.command = compress_command(made, name or "MODEL", os.fspath(out), more)
-        outcome = result.outcome
-        with outcome.timed("write"), quiet():
-            if made.format == "vanilla":
-                save_vanilla(loaded, outcome.specs, folder, source=source, max_shard_size=max_shard_size)
-            else:
-                save_compact(loaded, outcome.specs, folder, source=source, max_shard_size=max_shard_size)
-        if made.format != "vanilla":
-            write_records(result, folder / RECORDS)
-    if made.format == "vanilla":  # nothing of moepress in the folder itself
-        write_records(result, records)
+    described = Path(name).name or "MODEL", compress_command(made, name or "MODEL", os.fspath(out), more)
+    # Folders are made before anything is loaded, so that an output that cannot be written is refused at once.
+    if isinstance(model, PreTrainedModel):
+        if resume:
+            raise MoepressError("a model in memory cannot be resumed: give the folder that it comes from")
+        with output_folder(out, overwrite=overwrite) as folder:
+            result = _run(model, tokenizer, made, saved_statistics, saved_plan)
+            with result.outcome.timed("write"), quiet():
+                save = save_vanilla if vanilla else save_compact
+                save(model, result.outcome.specs, folder, max_shard_size=max_shard_size)
+            result.folder, (result.name, result.command) = Path(out), described
+            write_records(result, folder, records if vanilla else folder / RECORDS)
+    else:
+        with job_folder(out, overwrite=overwrite, source=model, resume=resume) as folder:
+            home = local_folder(model, revision)
+            loaded, tokenizer, _ = open_source(home, tokenizer, device, trust_remote_code, None, paged=True)
+            job = Job(folder, loaded, vanilla, shard_bytes(max_shard_size))
+            job.same("job", what_decides(made, loaded, saved_statistics, saved_plan, max_shard_size))
+            result = _run(loaded, tokenizer, made, saved_statistics, saved_plan, job)
+            with result.outcome.timed("write"), quiet():
+                ready, entries = job.assemble(result.outcome.specs)
+                copy_companions(home, ready)
+            result.outcome.notes += job.notes
+            result.folder, (result.name, result.command) = Path(out), described
+            write_records(result, ready, records if vanilla else ready / RECORDS, entries)
     try:
         result.page = draw_report(records)
     except Exception as error:  # a picture is no reason to lose hours of work; what was lost is said
-        outcome.notes.append(f"the report could not be drawn ({type(error).__name__}: {error}); all else is complete")
+        note = f"the report could not be drawn ({type(error).__name__}: {error}); all else is complete"
+        result.outcome.notes.append(note)
     return result
+
+
+def shard_bytes(size: int | str) -> int:
+    found = size if isinstance(size, int) else parse_size(size)
+    if found < 1:
+        raise MoepressError(f"max_shard_size must be positive, not {size}")
+    return found
+
+
+def what_decides(
+    recipe: Recipe, model: PreTrainedModel, statistics: Statistics | None, plan: Plan | None, shards: int | str
+) -> dict[str, Any]:
+    """All that decides what comes out of a run, so that an interrupted one goes on as it was begun."""
+    weights = Weights.of(model)
+    assert isinstance(weights, PagedWeights)
+    return {
+        "recipe": recipe.to_yaml(),
+        "model": fingerprint(weights.files),
+        "statistics": None if statistics is None else statistics.fingerprint(),
+        "plan": None if plan is None else plan.model_dump(mode="json"),
+        "max_shard_size": shards,
+        "device": weights.device.type,
+        "versions": {name: version(name) for name in ("torch", "transformers")} | {"moepress": __version__},
+    }
 
 
 def prepare_recipe(
@@ -154,11 +213,12 @@ def open_source(
     device: str | None,
     trust_remote_code: bool,
     revision: str | None,
+    paged: bool = False,
 ) -> tuple[PreTrainedModel, Any, str | os.PathLike[str] | None]:
     """The model, its tokenizer, and the folder or name that tokenizer files are copied from."""
     if isinstance(model, PreTrainedModel):
         return model, tokenizer, None
-    loaded = load_model(model, device=device, trust_remote_code=trust_remote_code, revision=revision)
+    loaded = load_model(model, device=device, trust_remote_code=trust_remote_code, revision=revision, paged=paged)
     if tokenizer is None:
         try:
             tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code, revision=revision)
@@ -168,22 +228,32 @@ def open_source(
 
 
 def _run(
-    model: PreTrainedModel, tokenizer: Any, recipe: Recipe, statistics: Statistics | None, plan: Plan | None
+    model: PreTrainedModel,
+    tokenizer: Any,
+    recipe: Recipe,
+    statistics: Statistics | None,
+    plan: Plan | None,
+    job: Job | None = None,
 ) -> Compressed:
     if compact_specs(model):
-        raise MoepressError("this model is a compact one already: compress the model that it was made from")
+        raise MoepressError(COMPACT_ALREADY)
     before = sizes_of(model)
 
     def batches():  # type: ignore[no-untyped-def]
         shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-        return calibration_batches(recipe.calibration, tokenizer, model.config, shift=shift)
+        made = calibration_batches(recipe.calibration, tokenizer, model.config, shift=shift)
+        if job is not None:
+            job.same("text", {"calibration text": fingerprint_of(made)})
+        return made
 
-    outcome = press(model, recipe, batches, statistics=statistics, plan=plan)
-    return Compressed(model, outcome, before, sizes_of(model))
+    outcome = press(model, recipe, batches, statistics=statistics, plan=plan, journal=job)
+    return Compressed(outcome, before, sizes_of(model))
 
 
-def write_records(result: Compressed, folder: Path) -> None:
-    """Everything that made the output, so that any stage can be run again alone."""
+def write_records(
+    result: Compressed, checkpoint: Path, folder: Path, known: dict[str, dict[str, Any]] | None = None
+) -> None:
+    """Everything that made the output, so that any stage can be run again alone, and the checksums of its files."""
     folder.mkdir(parents=True, exist_ok=True)
     clear(folder)
     result.outcome.recipe.save(folder / "recipe.yaml")
@@ -195,6 +265,7 @@ def write_records(result: Compressed, folder: Path) -> None:
             {name: matrix.contiguous() for name, matrix in result.outcome.similarity.items()}, folder / SIMILARITY
         )
     (folder / "report.json").write_text(json.dumps(result.report(), indent=1) + "\n")
+    write_manifest(checkpoint, folder, known)
 
 
 def write_report(out: str | os.PathLike[str]) -> Path:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from moepress.checkpoint.files import checked_link, inside
 from moepress.checkpoint.headers import Header, read_header
 from moepress.errors import MoepressError
 
@@ -55,6 +56,49 @@ def output_folder(path: AnyPath, overwrite: bool = False, source: AnyPath | None
         raise
 
 
+@contextmanager
+def job_folder(
+    path: AnyPath, overwrite: bool = False, source: AnyPath | None = None, resume: bool = False
+) -> Iterator[Path]:
+    """A hidden folder beside `path` in which a long job works, and whose sub-folder `out` takes the name when the job
+    is done. Unlike that of `output_folder`, it stays if the job is interrupted after it has finished something, and
+    `resume` goes on in it."""
+    target = Path(os.path.realpath(path))
+    refuse_output(target, overwrite, source)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        left = [folder for folder in _left_behind(target) if _has_finished(folder)]
+        if left and not resume and not overwrite:
+            raise MoepressError(
+                f"an interrupted run has left finished work for {target}: go on with --resume (resume=True), or start "
+                "anew with --overwrite (overwrite=True)"
+            )
+        own = target.parent / f"{_marker(target)}{socket.gethostname()}-{os.getpid()}-job"
+        if resume and left:
+            os.replace(max(left, key=lambda folder: folder.stat().st_mtime), own)
+        _remove_stale(target)
+        own.mkdir(exist_ok=True)
+        os.chmod(own, 0o777 & ~_umask())
+    except OSError as error:
+        raise _explained(error, target) from error
+    try:
+        yield own
+        _flush(own / "out")
+        _take_place(own / "out", target)
+    except BaseException as error:
+        kept = _has_finished(own)
+        if is_disk_full(error):
+            raise _explained(error, target, kept) from error
+        if not kept:
+            shutil.rmtree(own, ignore_errors=True)
+        raise
+    shutil.rmtree(own, ignore_errors=True)
+
+
+def _has_finished(folder: Path) -> bool:
+    return any((folder / "journal").glob("*-[0-9]*.json"))
+
+
 def refuse_output(path: AnyPath, overwrite: bool = False, source: AnyPath | None = None) -> None:
     """Raise if `output_folder` would; to be asked before hours are spent on what goes there."""
     target = Path(os.path.realpath(path))
@@ -80,11 +124,12 @@ def is_disk_full(error: BaseException) -> bool:
     return any(f"os error {code}" in text or os.strerror(code) in text for code in DISK_FULL)
 
 
-def _explained(error: BaseException, target: Path) -> MoepressError:
+def _explained(error: BaseException, target: Path, kept: bool = False) -> MoepressError:
     if is_disk_full(error):
         place = next(folder for folder in (target, *target.parents) if folder.exists())
         free = shutil.disk_usage(place).free
-        return MoepressError(f"the disk is full: only {free / 1e9:.1f} GB are left for {target}; nothing was written")
+        what = "finished layers are kept, go on with --resume" if kept else "nothing was written"
+        return MoepressError(f"the disk is full: only {free / 1e9:.1f} GB are left for {target}; {what}")
     reason = error.strerror if isinstance(error, OSError) else str(error)
     return MoepressError(f"the output folder {target} cannot be made: {reason}")
 
@@ -101,16 +146,24 @@ def _umask() -> int:
 
 def _remove_stale(target: Path) -> None:
     """Remove what runs that were killed have left; a run that is alive keeps its folder."""
-    for folder in target.parent.glob(f"{_glob_escape(_marker(target))}*"):
-        host, _, rest = folder.name.removeprefix(_marker(target)).rpartition("-")[0].rpartition("-")
-        if host == socket.gethostname() and rest.isdigit() and not _is_alive(int(rest)):
-            shutil.rmtree(folder, ignore_errors=True)
+    for folder in _left_behind(target):
+        shutil.rmtree(folder, ignore_errors=True)
     old = _aside(target)
     if old.exists():  # a run died between the two renames, or before it could remove the old folder
         if target.exists():
             shutil.rmtree(old, ignore_errors=True)
         else:
             os.replace(old, target)
+
+
+def _left_behind(target: Path) -> list[Path]:
+    """The working folders of runs that are not alive any more."""
+    found = []
+    for folder in target.parent.glob(f"{_glob_escape(_marker(target))}*"):
+        host, _, rest = folder.name.removeprefix(_marker(target)).rpartition("-")[0].rpartition("-")
+        if host == socket.gethostname() and rest.isdigit() and not _is_alive(int(rest)):
+            found.append(folder)
+    return found
 
 
 def _glob_escape(text: str) -> str:
@@ -183,7 +236,9 @@ def check_checkpoint(folder: AnyPath) -> Header:
         if (path / "adapter_config.json").is_file():
             raise MoepressError(f"{path} holds a PEFT adapter only: merge it into its base model first")
         raise MoepressError(f"{path} is not a model: it has no config.json")
-    _read_json(path / "config.json")
+    for entry in path.iterdir():
+        checked_link(path, entry)
+    read_json(path / "config.json")
     if (path / SINGLE).is_file():  # transformers, too, looks for it first
         return read_header(path / SINGLE)
     if (path / INDEX).is_file():
@@ -196,10 +251,16 @@ def check_checkpoint(folder: AnyPath) -> Header:
 
 
 def _check_shards(path: Path) -> Header:
-    places = _read_json(path / INDEX).get("weight_map")
+    places = read_json(path / INDEX).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise MoepressError(f"{path / INDEX} is damaged: it has no weight_map")
+    if odd := [name for name, shard in places.items() if not isinstance(shard, str)]:
+        raise MoepressError(f"{path / INDEX} is damaged: it does not name a file for {odd[0]}")
     shards = sorted(set(places.values()))
+    for shard in shards:
+        inside(path, shard)
+        if not shard.endswith(".safetensors"):
+            raise MoepressError(f"{path / INDEX} names {shard!r}, which is not a safetensors file")
     if absent := [shard for shard in shards if not (path / shard).is_file()]:
         raise MoepressError(
             f"{path} is incomplete: {len(absent)} of {len(shards)} shards are missing, {absent[0]} first"
@@ -213,10 +274,11 @@ def _check_shards(path: Path) -> Header:
     return merged
 
 
-def _read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
+    """A JSON file that holds an object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError):
+    except (ValueError, OSError, RecursionError):
         content = None
     if not isinstance(content, dict):
         raise MoepressError(f"{path} is damaged: it is not valid JSON")

@@ -5,21 +5,25 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moepress.checkpoint.files import TensorFiles
 from moepress.checkpoint.folder import check_checkpoint
+from moepress.checkpoint.paging import PagedWeights, weights_stay_in_files
 from moepress.checkpoint.quantizer import METHOD, shape_compact
 from moepress.errors import MoepressError
 from moepress.models.find import repair
+from moepress.models.weights import Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges", "source.spm")
+COMPACT_ALREADY = "this model is a compact one already: compress the model that it was made from"
 AnyPath = str | os.PathLike[str]
 NOT_NEEDED = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "original/*", "metal/*"]
 
@@ -98,14 +102,20 @@ def load_model(
     trust_remote_code: bool = False,
     revision: str | None = None,
     verbose: bool = False,
+    paged: bool = False,
 ) -> PreTrainedModel:
-    """Load a plain or compact model in its own class. Nothing may be missing: no weight is ever random."""
+    """Load a plain or compact model in its own class. Nothing may be missing: no weight is ever random.
+
+    `paged`: its weights stay in the files until they are needed, see `paging.py`.
+    """
     folder = local_folder(source, revision)
-    check_checkpoint(folder)
+    header = check_checkpoint(folder)
     config = load_config(folder, trust_remote_code)
     method = quantization_method(config)
     if method not in (None, METHOD):
         raise MoepressError(f"{source} is quantised with {method}: give the checkpoint in its original precision")
+    if paged and method == METHOD:
+        raise MoepressError(COMPACT_ALREADY)
     loader = model_class(config)
     options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
     if device is not None:
@@ -113,7 +123,7 @@ def load_model(
     if trust_remote_code:
         options["trust_remote_code"] = True
     try:
-        with quiet(verbose):
+        with quiet(verbose), weights_stay_in_files(TensorFiles(header)) if paged else nullcontext():
             model, info = loader.from_pretrained(folder, config=config, **options)
     except (MoepressError, MemoryError, KeyboardInterrupt, torch.OutOfMemoryError):
         raise
@@ -121,6 +131,10 @@ def load_model(
         raise MoepressError(f"{source} cannot be loaded: {_first_line(error)}") from error
     if missing := sorted(info["missing_keys"]):
         raise MoepressError(f"{source} is incomplete: {missing[0]} is missing ({len(missing)} tensors in all)")
+    if paged:
+        weights = Weights.of(model)
+        assert isinstance(weights, PagedWeights)
+        weights.settle()
     for reason in repair(model):
         warnings.warn(reason, stacklevel=2)
     return model

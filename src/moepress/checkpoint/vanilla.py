@@ -59,13 +59,18 @@ def shrink_to_vanilla(
     """The same model in its native class with fewer experts. Shares the weights of `model`."""
     layers = find_layers(model)
     old, new = vanilla_counts(layers, specs, multiple_of)
-    config = _plain_config(model, specs)
-    if new != old:
-        set_expert_count(config, old, new)
-    plain = _empty(model, config)
+    plain = plain_skeleton(model, specs, old, new)
     ours = ("expert_map", NOTICE)
     _fill(plain, {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(ours)})
     return plain
+
+
+def plain_skeleton(model: PreTrainedModel, specs: Mapping[str, CompactSpec], old: int, new: int) -> PreTrainedModel:
+    """The native model with `new` instead of `old` experts, without weights."""
+    config = _plain_config(model, specs)
+    if new != old:
+        set_expert_count(config, old, new)
+    return _empty(model, config)
 
 
 def expand_to_vanilla(model: PreTrainedModel, specs: Mapping[str, CompactSpec] | None = None) -> PreTrainedModel:

@@ -5,6 +5,7 @@ Shape suffixes: B rows of a batch, L tokens of a row, N windows.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -95,6 +96,16 @@ def calibration_batches(
         samples += drawn if len(sources) == 1 else [Sample(s.ids, s.target, source.name) for s in drawn]
     pad = pad_id(tokenizer, model_config)
     return to_batches(samples, model_config, options.batch_size, pad, shift)
+
+
+def fingerprint_of(batches: list[CalibrationBatch]) -> str:
+    """The same for the same batches in the same order."""
+    found = hashlib.sha256()
+    for batch in batches:
+        for name, tensor in sorted(batch.inputs.items()):
+            found.update(f"{name} {tuple(tensor.shape)} {batch.domain}\n".encode())
+            found.update(tensor.contiguous().numpy().tobytes())
+    return found.hexdigest()
 
 
 def window_batches(

@@ -166,6 +166,8 @@ def rebuild_unseen(
     made: dict[str, LayerPlan] = {}
     for layer in track(layers, "merge"):
         done = journal.finished(layer)
+        if done is not None and done.spec is not None:
+            layer.adapter.reshape(layer.block, done.spec)
         if done is None:
             whole = counts.get(layer.name) == layer.num_experts
             with nullcontext() if whole else layer.weights.at_hand(layer):

@@ -74,9 +74,10 @@ def job_folder(
                 "anew with --overwrite (overwrite=True)"
             )
         own = target.parent / f"{_marker(target)}{socket.gethostname()}-{os.getpid()}-job"
-        if resume and left:
-            os.replace(max(left, key=lambda folder: folder.stat().st_mtime), own)
-        _remove_stale(target)
+        going_on = max(left, key=lambda folder: folder.stat().st_mtime) if resume and left else None
+        _remove_stale(target, going_on)
+        if going_on is not None:
+            os.replace(going_on, own)
         own.mkdir(exist_ok=True)
         os.chmod(own, 0o777 & ~_umask())
     except OSError as error:
@@ -144,10 +145,11 @@ def _umask() -> int:
     return mask
 
 
-def _remove_stale(target: Path) -> None:
+def _remove_stale(target: Path, spared: Path | None = None) -> None:
     """Remove what runs that were killed have left; a run that is alive keeps its folder."""
     for folder in _left_behind(target):
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder != spared:
+            shutil.rmtree(folder, ignore_errors=True)
     old = _aside(target)
     if old.exists():  # a run died between the two renames, or before it could remove the old folder
         if target.exists():

@@ -82,12 +82,12 @@ class Job(Journal):
         if not place.exists():
             return None
         score = read_json(place)["score"]
-        found = Statistics.load(place.with_suffix(".statistics"))
+        found = Statistics.load(sums_of(place))
         return Observed(found.layers[layer.name], None if score is None else torch.tensor(score, dtype=torch.float64))
 
     def note(self, layer: MoELayer, found: Observed) -> None:
         place = self.journal / f"observed-{layer.index:05d}.json"
-        self._keep(place.with_suffix(".statistics"), layer, found.statistics)
+        self._keep(sums_of(place), layer, found.statistics)
         score = None if found.score_E is None else found.score_E.double().tolist()
         write_json(place, {"layer": layer.name, "score": score})
 
@@ -110,7 +110,7 @@ class Job(Journal):
         self._take(layer, entry)
         statistics = {}
         if entry["statistics"]:
-            statistics = Statistics.load(place.with_suffix(".statistics")).layers[layer.name]
+            statistics = Statistics.load(sums_of(place)).layers[layer.name]
         near = near_of(place)
         return Finished(
             LayerPlan.model_validate(entry["plan"]),
@@ -135,7 +135,7 @@ class Job(Journal):
             for number, group in enumerate(divided(items, self.shard_bytes))
         ]
         if done.statistics:
-            self._keep(place.with_suffix(".statistics"), layer, done.statistics)
+            self._keep(sums_of(place), layer, done.statistics)
         near_of(place).unlink(missing_ok=True)
         if done.similarity_EE is not None:
             save_file({"similarity": done.similarity_EE.contiguous()}, near_of(place))
@@ -341,6 +341,11 @@ def fingerprint(files: TensorFiles) -> str:
         entry = files.header[name]
         found.update(f"{name} {entry['dtype']} {entry['shape']} {entry['start']}\n".encode())
     return found.hexdigest()
+
+
+def sums_of(place: Path) -> Path:
+    """Where the statistics go that belong to an entry of the journal."""
+    return place.with_name(f"sums_{place.stem.replace('-', '_')}")
 
 
 def near_of(place: Path) -> Path:

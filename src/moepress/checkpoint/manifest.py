@@ -88,4 +88,9 @@ def verify(folder: str | os.PathLike[str]) -> Verified:
             wrong[name] = "was changed"
         total += entry["size"]
     names = (file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
-    return Verified(len(files), total, wrong, sorted(name for name in names if name not in files and not name.startswith(f"{RECORDS}/")))
+    return Verified(
+        len(files),
+        total,
+        wrong,
+        sorted(name for name in names if name not in files and not name.startswith(f"{RECORDS}/")),
+    )

@@ -1,0 +1,224 @@
+"""A compression that is killed goes on where it was, and ends with the same files."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import moepress
+from moepress import pipeline
+from moepress.checkpoint import shards
+from moepress.errors import MoepressError
+
+from .squeeze import build, silent  # noqa: F401
+from .test_streaming import windows
+
+REPORTS = ("moepress/report.json", "moepress/manifest.json")
+"""How long it took is not the same twice."""
+METHODS: dict[str, dict[str, Any]] = {
+    "m-smoe": {"method": "m-smoe"},
+    "refit": {"method": "prune-refit"},
+    "vanilla": {"method": "reap", "format": "vanilla"},
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    build("qwen3_moe").to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    windows(tmp_path)
+    return tmp_path / "model"
+
+
+def options(tmp_path: Path, method: str, **more: Any) -> dict[str, Any]:
+    text = str(tmp_path / "text.safetensors")
+    return {"keep": 0.5, "calibration": text, "calibration.batch_size": 2, **METHODS[method], **more}
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    names = (file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    return {name: (folder / name).read_bytes() for name in sorted(names) if name not in REPORTS}
+
+
+def killed(work: Any, after: float | None = None, call: int | None = None) -> bool:
+    """Run `work` in a child that is killed after some seconds, or at so many changes of files; whether it was."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            if call is not None:
+                die_at(call)
+            work()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    if after is not None:
+        time.sleep(after)
+        os.kill(child, signal.SIGKILL)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the child failed by itself"
+    return os.WIFSIGNALED(status)
+
+
+def die_at(call: int) -> None:
+    left = [call]
+
+    def counted(function: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return run
+
+    for name in ("replace", "write", "fsync", "link", "mkdir", "rmdir", "unlink"):
+        setattr(os, name, counted(getattr(os, name)))
+
+
+def survive(tmp_path: Path, model: Path, method: str, kills: int, seed: int) -> None:
+    given = options(tmp_path, method)
+    start = time.perf_counter()
+    moepress.compress(model, tmp_path / "undisturbed", **given)
+    took = time.perf_counter() - start
+    expected = files_of(tmp_path / "undisturbed")
+    draw = random.Random(seed)
+    done, resumed = 0, 0
+    while done < kills:
+        out = tmp_path / f"out-{done}"
+
+        def work(out: Path = out) -> None:
+            moepress.compress(model, out, resume=True, **given)
+
+        while not (out / "config.json").exists():
+            if done >= kills:
+                work()
+                break
+            by_call = draw.random() < 0.6
+            hit = killed(work, call=draw.randrange(60)) if by_call else killed(work, after=draw.uniform(0.1, took))
+            done += hit
+            resumed += hit and any(tmp_path.glob(f".{out.name}.partial-*/journal/*-0*.json"))
+        assert files_of(out) == expected
+        assert moepress.verify(out).whole
+    assert resumed
+
+
+@pytest.mark.parametrize("method", ["refit"])
+def test_three_kills(method: str, model: Path, tmp_path: Path) -> None:
+    survive(tmp_path, model, method, kills=3, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", list(METHODS))
+def test_twenty_kills(method: str, model: Path, tmp_path: Path) -> None:
+    survive(tmp_path, model, method, kills=20, seed=2)
+
+
+class Interrupted(BaseException):
+    pass
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException) -> None:
+    """Let writing fail after so many layers."""
+    write, left = shards.write_file, [after]
+
+    def failing(path: Path, items: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise error
+        return write(path, items)
+
+    monkeypatch.setattr("moepress.checkpoint.job.write_file", failing)
+
+
+@pytest.mark.parametrize("method", ["m-smoe", "refit"])
+def test_finished_layers_are_not_done_again(
+    method: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = options(tmp_path, method)
+    with monkeypatch.context() as patch:
+        interrupt(patch, 1, Interrupted())
+        with pytest.raises(Interrupted):
+            moepress.compress(model, tmp_path / "out", **given)
+    assert not (tmp_path / "out").exists()
+    done: list[str] = []
+    rebuild = pipeline.rebuild
+
+    def rebuilding(layer: Any, *args: Any) -> Any:
+        done.append(layer.name)
+        return rebuild(layer, *args)
+
+    monkeypatch.setattr(pipeline, "rebuild", rebuilding)
+    if method == "m-smoe":  # all layers have been observed
+        monkeypatch.setattr(pipeline, "walk", None)
+    moepress.compress(model, tmp_path / "out", resume=True, **given)
+    assert done == ["model.layers.2.mlp"]
+
+
+def test_another_order_is_not_resumed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = options(tmp_path, "m-smoe")
+    with monkeypatch.context() as patch:
+        interrupt(patch, 1, Interrupted())
+        with pytest.raises(Interrupted):
+            moepress.compress(model, tmp_path / "out", **given)
+    with pytest.raises(MoepressError, match="interrupted run has left finished work"):
+        moepress.compress(model, tmp_path / "out", **given)
+    with pytest.raises(MoepressError, match="the interrupted run had another recipe"):
+        moepress.compress(model, tmp_path / "out", resume=True, **given | {"keep": 0.25})
+    part = next(tmp_path.glob(".out.partial-*/parts/00000-000.safetensors"))
+    part.write_bytes(part.read_bytes()[:-1] + b"x")
+    with pytest.raises(MoepressError, match="is damaged: start anew"):
+        moepress.compress(model, tmp_path / "out", resume=True, **given)
+    moepress.compress(model, tmp_path / "out", overwrite=True, **given)
+    assert not list(tmp_path.glob(".out.*"))
+
+
+def test_a_full_disk_is_one_sentence_and_what_is_finished_stays(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = options(tmp_path, "m-smoe")
+    before = files_of(model)
+    for after, words in ((0, "go on with --resume"), (1, "go on with --resume")):
+        with monkeypatch.context() as patch:
+            interrupt(patch, after, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+            with pytest.raises(MoepressError, match=words):
+                moepress.compress(model, tmp_path / "out", resume=True, **given)
+        assert not (tmp_path / "out").exists()
+    moepress.compress(model, tmp_path / "out", resume=True, **given)
+    moepress.compress(model, tmp_path / "undisturbed", **given)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "undisturbed")
+    assert files_of(model) == before
+
+
+def test_a_manifest_finds_what_was_changed(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    moepress.compress(model, out, **options(tmp_path, "m-smoe"))
+    assert moepress.verify(out).whole
+    (out / "mine.txt").write_text("")
+    found = moepress.verify(out)
+    assert found.whole and found.extra == ["mine.txt"]
+    weights = out / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-5] ^= 1
+    weights.write_bytes(data)
+    (out / "config.json").unlink()
+    assert moepress.verify(out).wrong == {"model.safetensors": "was changed", "config.json": "is missing"}
+    weights.write_bytes(data[:-1])
+    assert "bytes" in moepress.verify(out).wrong["model.safetensors"]
+    manifest = out / "moepress" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["files"]["../model/config.json"] = {"size": 1, "sha256": ""}
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(MoepressError, match="not a file of the output"):
+        moepress.verify(out)
+    manifest.unlink()
+    with pytest.raises(MoepressError, match="no manifest"):
+        moepress.verify(out)

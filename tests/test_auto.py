@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +15,7 @@ from moepress.errors import MoepressError
 from moepress.models.find import find_layers
 from moepress.models.probe import probe
 from moepress.models.taps import after_forward
+from moepress.models.visit import LayerVisit, evenly
 from moepress.models.walk import CalibrationBatch, host_of, walk
 from moepress.observe import Statistics
 from moepress.pipeline import facts_of, planner_of, press
@@ -235,6 +237,8 @@ class Waiting:
         self.domains, self.sizes = domains, sizes
         self.numbers = list(range(len(domains)))
 
+    by_domain = LayerVisit.by_domain
+
     def domain(self, i):
         return self.domains[i]
 
@@ -254,6 +258,15 @@ def test_batches_are_split_by_domain(data, count):
     for domain in set(domains):  # each domain that has several batches is judged as well as fitted
         if domains.count(domain) > 1:
             assert any(domains[i] == domain for i in held) and any(domains[i] == domain for i in fit)
+
+
+@given(st.integers(1, 60), st.integers(1, 60))
+def test_a_choice_is_spread_over_the_whole(size, count):
+    chosen = evenly(list(range(size)), count)
+    assert len(chosen) == min(size, count) == len(set(chosen))
+    # Each stretch of the whole is represented: no distance is more than twice the mean one.
+    edges = [-1, *chosen, size]
+    assert max(b - a for a, b in itertools.pairwise(edges)) <= 2 * size / len(chosen)
 
 
 def test_a_batch_of_one_row_can_be_probed():

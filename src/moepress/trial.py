@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moepress.models.layer import MoELayer
-from moepress.models.visit import LayerVisit
+from moepress.models.visit import LayerVisit, evenly
 from moepress.refit import Refit
 
 Rebuild = Callable[[MoELayer], object]
@@ -34,22 +34,17 @@ class Trial:
 
 
 def split(visit: LayerVisit, fit_tokens: int = 32768, held_tokens: int = 16384) -> tuple[list[int], list[int]]:
-    """Batches to fit on and others to judge by, about so many tokens of each and of all domains alike. One batch
-    alone must do for both."""
-    by_domain: dict[str, list[int]] = {}
-    for i in visit.numbers:
-        by_domain.setdefault(visit.domain(i), []).append(i)
+    """Batches to fit on and others to judge by, about so many tokens of each, of all domains alike and spread over
+    the text. A domain with one batch alone is fitted only; if there is no other, that batch must do for both."""
     fit: list[int] = []
     held: list[int] = []
-    for members in by_domain.values():
-        wanted = (held_tokens / len(by_domain), fit_tokens / len(by_domain))
-        for i in reversed(members):
-            seen = sum(visit.tokens(j) for j in held if j in members)
-            if seen < wanted[0] and (len(members) > 1 or len(by_domain) == 1) and i != members[0]:
-                held.append(i)
-        for i in members:
-            if i not in held and sum(visit.tokens(j) for j in fit if j in members) < wanted[1]:
-                fit.append(i)
+    domains = visit.by_domain().values()
+    for members in domains:
+        size = sum(visit.tokens(i) for i in members) / len(members)
+        wanted = [max(1, round(tokens / len(domains) / size)) for tokens in (held_tokens, fit_tokens)]
+        judging = evenly(members, min(wanted[0], len(members) // 2))
+        held += judging
+        fit += evenly([i for i in members if i not in judging], wanted[1])
     return fit, held or fit
 
 

@@ -97,6 +97,18 @@ class LayerVisit:
     def domain(self, i: int) -> str:
         return self._batches[i].domain
 
+    def by_domain(self) -> dict[str, list[int]]:
+        """The waiting batches of each domain, in their order."""
+        found: dict[str, list[int]] = {}
+        for i in self.numbers:
+            found.setdefault(self.domain(i), []).append(i)
+        return found
+
+    def spread(self, count: int) -> list[int]:
+        """About so many batches, equally many of each domain, and at equal distances in the text."""
+        domains = self.by_domain().values()
+        return [i for members in domains for i in evenly(members, -(-count // len(domains)))]
+
     def batch_size(self, i: int) -> int:
         """Tokens of a batch, padding and all."""
         return self._batches[i].keep[self.layer.stack].numel()
@@ -175,6 +187,13 @@ class LayerVisit:
                 f"layer {self.layer.name!r} saw {routing.hidden_TD.shape[0]} tokens of a batch with {keep_T.numel()}"
             )
         return LayerBatch(routing, keep_T, self._batches[i].domain), output
+
+
+def evenly(members: list[int], count: int) -> list[int]:
+    """So many of the members (all, if there are fewer), at equal distances, from the middle of each stretch."""
+    size = len(members)
+    count = min(count, size)
+    return [members[(2 * n + 1) * size // (2 * count)] for n in range(count)]
 
 
 def private(arguments: Any) -> Any:

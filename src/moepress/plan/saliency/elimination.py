@@ -26,6 +26,8 @@ class Elimination(Saliency):
 
     tokens: int = 8192
     """Sampled, from all domains alike."""
+    batches: int = 8
+    """They are taken from about so many batches, which are spread over the text: what is alike stands together."""
     rounds: int = 8
     """Experts that must go are taken away in so many steps."""
     width: int = 128
@@ -40,7 +42,7 @@ class Elimination(Saliency):
         if visit is None or keep is None:
             raise MoepressError(f"layer {facts.name!r}: elimination tries experts out and needs calibration inputs")
         said = Projected(visit.layer.bank, self.width)
-        batches = sampled_batches(visit, self.tokens)
+        batches = visit.spread(self.batches)
         samples = [Sample.of(visit, i, said, self.relative, -(-self.tokens // len(batches))) for i in batches]
         damage = by_expert if facts.router.selection_bias else by_choice
         gone: list[int] = []
@@ -67,23 +69,6 @@ def weakest(damage_E: Tensor, count: int, gone: list[int], router_groups: int) -
     for start in range(0, len(damage_E), size):
         left = [e for e in range(start, start + size) if e not in gone]
         chosen += sorted(left, key=lambda e: (float(damage_E[e]), e))[: -(-count // router_groups)]
-    return chosen
-
-
-def sampled_batches(visit: LayerVisit, tokens: int) -> list[int]:
-    """Batches with about so many tokens, taken from one domain after the other."""
-    by_domain: dict[str, list[int]] = {}
-    for i in range(len(visit)):
-        by_domain.setdefault(visit.domain(i), []).append(i)
-    chosen: list[int] = []
-    seen = 0
-    for turn in range(max(len(members) for members in by_domain.values())):
-        for members in by_domain.values():
-            if turn < len(members):
-                chosen.append(members[turn])
-                seen += visit.tokens(members[turn])
-        if seen >= tokens:
-            break
     return chosen
 
 

@@ -168,6 +168,19 @@ def test_frequency_weights_count():
     assert torch.allclose(merged.bank.up_EFD[0], 0.75 * made.up_EFD[0] + 0.25 * made.up_EFD[1])
 
 
+def test_merging_in_the_shared_subspace_is_the_frequency_average():
+    """Sub-MoE: one decomposition of all weights side by side, right factors averaged, times the shared left factor."""
+    made = bank(3, bias=False)
+    merged = merge_layer(
+        made, one_group(3, [5, 3, 2], "frequency"), MERGES.create("frequency"), ALIGNMENTS.create("none"), SCIPY
+    )
+    for name, weight_EXY in made.tensors().items():
+        left, values, right = torch.linalg.svd(torch.cat(list(weight_EXY), dim=1), full_matrices=False)
+        parts = right.split(weight_EXY.shape[2], dim=1)
+        averaged = sum(share * part for share, part in zip((0.5, 0.3, 0.2), parts, strict=True))
+        assert torch.allclose(merged.bank.tensors()[name][0], left @ torch.diag(values) @ averaged)
+
+
 def test_low_precision_is_summed_in_float32():
     made = bank(4, units=16).map(lambda _, t: t.bfloat16())
     plan = one_group(4, [1.0, 1.0, 1.0, 1.0], "uniform")

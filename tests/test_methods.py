@@ -258,6 +258,7 @@ def half(layer):
     rebuild(layer, plan, make_recipe({"keep": 4, "align.method": "none"}))
 
 
+@torch.no_grad()
 def test_merged_experts_are_solved_for_all_calls_of_a_token():
     """Under a redirect a token may call one expert twice. The solution is that of one dense ridge regression on the
     block's own response to each entry of the down projections."""

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from moepress.errors import MoepressError
 from moepress.evaluation.logits import check_same_vocabulary
-from moepress.evaluation.precision import evaluating, in_dtype
-from moepress.models.walk import CalibrationBatch
+from moepress.evaluation.precision import in_dtype
+from moepress.models.implementation import quickest_experts
+from moepress.models.walk import CalibrationBatch, without_cache
 from moepress.progress import track
 from moepress.recovery.hook import TrainingHook
 from moepress.recovery.loss import all_finite, at_targets, cross_entropy, distillation
 from moepress.recovery.options import RecoverOptions, RecoverReport
-from moepress.recovery.parameters import LastGood, only_training, trained_parameters
-from moepress.recovery.rows import Row, endless, rows_of, together
+from moepress.recovery.parameters import Kept, checkpointed, only_training, trained_parameters
+from moepress.recovery.rows import Order, Row, digest, held_apart, rows_of, silent, targets, together
+from moepress.recovery.setup import make_accelerator, reported, shares, start_trackers
+from moepress.recovery.state import Progress, SavedState, check_state
+from moepress.recovery.teacher import Answers, Live, Remembered
 
 
 def recover(
@@ -30,127 +35,230 @@ def recover(
     batches: list[CalibrationBatch],
     options: RecoverOptions | None = None,
     hooks: Sequence[TrainingHook] = (),
+    *,
+    held_out: list[CalibrationBatch] | None = None,
+    state: str | Path | None = None,
+    resume: bool = False,
 ) -> RecoverReport:
     """Train the student in place to answer like the teacher; its class, shape and precision stay what they are.
 
     Without a teacher only the task objective with alpha=0 is possible: plain fine-tuning. If the loss is no longer
-    finite, training stops and the student keeps the last weights that were good.
+    finite, training stops and the student keeps the last weights that were good. `held_out`: samples to judge by
+    instead of a share of the others. `state`: a folder from which a killed run goes on (`resume`) to the same end.
     """
     options = options or RecoverOptions()
-    try:
-        from accelerate import Accelerator
-        from accelerate.utils import DistributedDataParallelKwargs
-    except ImportError:
-        raise MoepressError("recovery needs the accelerate package: pip install accelerate") from None
     if teacher is not None:
         check_same_vocabulary(student, teacher)
     elif options.objective == "text" or options.alpha:
         raise MoepressError("distillation needs a teacher; without one use objective='task' and alpha=0")
-    order = torch.Generator().manual_seed(options.seed)
-    loader: Any = DataLoader(
-        rows_of(batches, options.objective),  # type: ignore[arg-type]
-        options.batch_size,
-        shuffle=True,
-        generator=order,
-        collate_fn=together,
-    )
+    if state is not None:
+        check_state(Path(state), None, resume)
+    rows = rows_of(batches, options.objective)
+    if held_out is None:
+        rows, judged = held_apart(rows, options.hold_out, options.seed)
+    else:
+        judged = rows_of(held_out, options.objective)
     parameters = trained_parameters(student, options.train)
-    # Some experts may see no token of a step, and then have no gradient.
-    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+    accelerator = make_accelerator(options)
     for given in (student, teacher):
         if given is not None and not hasattr(given, "hf_device_map"):
             given.to(accelerator.device)  # type: ignore[arg-type]
     with ExitStack() as stack:
+        for model in filter(None, (student, teacher)):
+            stack.enter_context(without_cache(model))
+            stack.enter_context(quickest_experts(model))
         stack.enter_context(in_dtype(student, torch.float32))
         stack.enter_context(only_training(student, parameters))
+        if options.checkpointing:
+            stack.enter_context(checkpointed(student))
         if teacher is not None:
             stack.enter_context(in_dtype(teacher, torch.float32 if options.teacher_dtype == "float32" else None))
         optimizer = torch.optim.AdamW(
-            parameters, options.lr, betas=(0.9, 0.98), eps=1e-6, weight_decay=options.weight_decay
+            parameters, options.rate, betas=(0.9, 0.98), eps=1e-6, weight_decay=options.weight_decay
         )
-        model, optimizer, loader = accelerator.prepare(student, optimizer, loader)
-        try:
-            return _train(accelerator, model, teacher, optimizer, loader, parameters, options, hooks)
-        finally:
-            accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-            student.__dict__.pop("_is_accelerate_prepared", None)  # or a second run would not be prepared
-            accelerator.free_memory()
+        prepared, optimizer = accelerator.prepare(student, optimizer)
+        stack.callback(_release, accelerator, prepared, student)
+        training = Training(accelerator, prepared, optimizer, rows, judged, options, hooks)
+        if teacher is not None:
+            place = Path(state) if state else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            training.teach(teacher, place / "teacher")
+        if state is not None:
+            training.keep_in(Path(state), resume)
+        return training.run()
 
 
-def _train(
-    accelerator: Any,
-    model: Any,
-    teacher: PreTrainedModel | None,
-    optimizer: Any,
-    loader: Any,
-    parameters: list[torch.nn.Parameter],
-    options: RecoverOptions,
-    hooks: Sequence[TrainingHook],
-) -> RecoverReport:
-    report = RecoverReport()
-    schedule = torch.optim.lr_scheduler.LambdaLR(getattr(optimizer, "optimizer", optimizer), _rate(options))
-    good = LastGood(parameters)
-    stream = endless(loader)
-    for step in track(range(1, options.steps + 1), "recover"):
-        loss, kl = _loss(model, teacher, next(stream), options)
-        value = float(accelerator.reduce(loss.detach(), "mean"))
+def _release(accelerator: Any, prepared: Any, student: PreTrainedModel) -> None:
+    for tracker in accelerator.trackers:
+        tracker.finish()
+    accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    student.__dict__.pop("_is_accelerate_prepared", None)  # or a second run would not be prepared
+    accelerator.free_memory()
+
+
+class Training:
+    """One run: its steps, its looks at held-out samples, and what it keeps."""
+
+    def __init__(
+        self,
+        accelerator: Any,
+        model: Any,
+        optimizer: Any,
+        rows: list[Row],
+        judged: list[Row],
+        options: RecoverOptions,
+        hooks: Sequence[TrainingHook],
+    ) -> None:
+        self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
+        self.rows, self.learnt = [*rows, *judged], len(rows)
+        self.options, self.hooks = options, hooks
+        self.order = Order(len(rows), options.batch_size, options.seed)
+        self.at_once = options.batch_size // (accelerator.num_processes * options.accumulate)
+        # Looked up in what was prepared: sharded training has replaced them.
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.good, self.best = Kept(self.parameters), Kept(self.parameters)
+        self.progress = Progress()
+        self.answers: Answers | None = None
+        self.saved: SavedState | None = None
+
+    @property
+    def report(self) -> RecoverReport:
+        return self.progress.report
+
+    def teach(self, teacher: PreTrainedModel, folder: Path) -> None:
+        live, options = Live(teacher), self.options
+        self.answers = live
+        if options.cache != "none":
+            steps = range(1, min(options.steps, -(-self.learnt // options.batch_size)) + 1)
+            needed = {i for step in steps for i in self.order(step)} | set(range(self.learnt, len(self.rows)))
+            self.answers = Remembered(
+                live,
+                self.rows,
+                sorted(needed),
+                options.cache,
+                options.softening,
+                folder,
+                self.accelerator,
+                self.at_once,
+            )
+
+    def keep_in(self, folder: Path, resume: bool) -> None:
+        shapes = [tuple(parameter.shape) for parameter in self.parameters]
+        asked = self.options.decisive() | {"data": digest(self.rows), "trained": str(shapes)}
+        self.saved = SavedState(folder, asked, self.accelerator, self.progress, self.hooks)
+        self.saved.begin(resume, self.best)
+
+    def run(self) -> RecoverReport:
+        options, progress = self.options, self.progress
+        start_trackers(self.accelerator, options)
+        if self.answers is not None:
+            self.report.cache_bytes = self.answers.bytes
+        if not progress.step and self.look():
+            raise MoepressError("recover: the student's loss on held-out samples is not finite before training")
+        for step in track(range(progress.step + 1, options.steps + 1), "recover"):
+            if progress.waited >= options.patience:
+                self.report.stopped = f"no improvement on held-out samples in {progress.waited} looks"
+                break
+            if (reason := self.step(step)) is not None:
+                self.report.stopped = reason
+                break
+            progress.step = step
+            if step % options.evaluate_every == 0 or step == options.steps:
+                self.look()
+            if self.saved is not None and step % options.save_every == 0 and step < options.steps:
+                self.saved.save(self.best)
+        if self.report.stopped is None and not all_finite(self.parameters):  # nobody has seen the last update yet
+            self.report.stopped = "the last update made weights that are not finite"
+            self.good.restore()
+        if self.report.best is not None and self.report.best != progress.step:
+            self.best.restore()
+        for hook in self.hooks:
+            hook.finish()
+        return self.report
+
+    def step(self, step: int) -> str | None:
+        """One update of the weights; the reason, if none could be made."""
+        accelerator, options = self.accelerator, self.options
+        picked = self.order(step)
+        tokens = sum(targets(self.rows[i]) for i in picked)
+        sums = torch.zeros(2, dtype=torch.float64)
+        # accelerate averages over processes and parts; the loss is a mean over all tokens of the step.
+        scale = accelerator.num_processes * options.accumulate / tokens
+        for group in shares(picked, self.rows, accelerator, options.accumulate):
+            with accelerator.accumulate(self.model):
+                loss, kl = self.losses(group, together([self.rows[i] for i in group]))
+                accelerator.backward(loss * scale)
+            sums += torch.stack([loss.detach().double().cpu(), kl.detach().double().cpu()])
+        value, divergence = (self.summed(sums) / tokens).tolist()
         if not math.isfinite(value):
-            report.stopped = f"the loss of step {step} is {value}"
-            good.restore()
-            break
-        good.save()
-        accelerator.backward(loss)
-        for hook in hooks:
+            if self.good.copies is not None:
+                self.good.restore()
+            return f"the loss of step {step} is {value}"
+        self.good.save()
+        for hook in self.hooks:
             hook.after_backward(step)
-        norm = accelerator.clip_grad_norm_(parameters, options.clip)
+        norm = accelerator.clip_grad_norm_(self.parameters, options.clip)
         # In fp16 such gradients are usual: there the scaler skips the step by itself.
         if accelerator.scaler is None and not math.isfinite(float(norm)):
-            report.stopped = f"the gradient of step {step} is not finite"
-            break
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        for hook in hooks:
+            return f"the gradient of step {step} is not finite"
+        for group in self.optimizer.param_groups:
+            group["lr"] = options.rate * options.factor(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for hook in self.hooks:
             hook.after_step(step)
-        report.loss.append(value)
-        if kl is not None:
-            report.kl.append(float(accelerator.reduce(kl.detach(), "mean")))
-    if report.stopped is None and not all_finite(parameters):  # nobody has looked at the last update yet
-        report.stopped = "the last update made weights that are not finite"
-        good.restore()
-    for hook in hooks:
-        hook.finish()
-    return report
+        self.report.loss.append(value)
+        if self.answers is not None:
+            self.report.kl.append(divergence)
+        accelerator.log(reported(value, divergence, self.answers is not None, options, step), step=step)
+        return None
 
+    def losses(self, numbers: list[int], batch: Row) -> tuple[Tensor, Tensor]:
+        """The loss, and the KL within it, as sums over the tokens that count."""
+        batch = {name: tensor.to(self.accelerator.device) for name, tensor in batch.items()}
+        labels_BL = batch["labels"]
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        student_TV = at_targets(self.model(**inputs).logits, labels_BL)
+        kl = student_TV.new_zeros(())
+        learns = self.options.objective == "text" or self.options.alpha > 0
+        if self.answers is not None:
+            # With alpha = 0 the KL is still reported, but nothing is learnt from it.
+            with nullcontext() if learns else torch.no_grad():
+                kl = distillation(student_TV, self.answers(numbers, batch), self.options.softening)
+        if self.options.objective == "text":
+            return kl, kl
+        loss = cross_entropy(student_TV, labels_BL)
+        return (loss + self.options.alpha * kl if learns else loss), kl
 
-def _loss(
-    model: Any, teacher: PreTrainedModel | None, row: Row, options: RecoverOptions
-) -> tuple[Tensor, Tensor | None]:
-    """The loss, and the KL within it."""
-    labels_BL = row.pop("labels")
-    student_TV = at_targets(model(**row).logits, labels_BL)
-    kl = None
-    if teacher is not None:
-        with evaluating(teacher, dtype=None):
-            teacher_TV = at_targets(teacher(**row).logits, labels_BL)
-        # With alpha = 0 the KL is still reported, but nothing is learnt from it.
-        learns = options.objective == "text" or options.alpha > 0
-        with nullcontext() if learns else torch.no_grad():
-            kl = distillation(student_TV, teacher_TV, options.softening)
-    if options.objective == "text":
-        assert kl is not None
-        return kl, kl
-    loss = cross_entropy(student_TV, labels_BL)
-    return (loss + options.alpha * kl if kl is not None and options.alpha else loss), kl
+    def look(self) -> bool:
+        """Judge the weights by the held-out samples and keep the best. Returns whether the loss is not finite."""
+        progress, report = self.progress, self.report
+        if self.learnt == len(self.rows):
+            return False
+        value = self.held_loss()
+        report.held_out.append((progress.step, value))
+        self.accelerator.log({"held-out loss": value}, step=progress.step)
+        if not all(hook.settled(progress.step) for hook in self.hooks):
+            progress.best_loss, progress.waited, report.best = math.inf, 0, None
+        elif value < progress.best_loss:
+            progress.best_loss, progress.waited, report.best = value, 0, progress.step
+            self.best.save()
+        else:
+            progress.waited += 1
+        return not math.isfinite(value)
 
+    @torch.no_grad()
+    def held_loss(self) -> float:
+        rank, processes = self.accelerator.process_index, self.accelerator.num_processes
+        numbers = sorted(range(self.learnt, len(self.rows)), key=lambda i: len(self.rows[i]["input_ids"]))
+        tokens = sum(targets(self.rows[i]) for i in numbers)
+        sums = torch.zeros(2, dtype=torch.float64)
+        for start in range(0, len(numbers), self.at_once * processes):
+            group = numbers[start : start + self.at_once * processes][rank::processes]
+            # Sharded models must be run by all processes together, also by one that has nothing left.
+            batch = together([self.rows[i] for i in group] or [silent(self.rows[numbers[0]])])
+            loss, kl = self.losses(group, batch)
+            sums += torch.stack([loss.double().cpu(), kl.double().cpu()])
+        return float(self.summed(sums)[0] / tokens)
 
-def _rate(options: RecoverOptions) -> Any:
-    """Linear warm-up, then linear decay, as a factor of the learning rate."""
-    warmup = min(options.warmup, options.steps // 2)
-
-    def factor(done: int) -> float:
-        if done < warmup:
-            return (done + 1) / (warmup + 1)
-        return max(0.0, (options.steps - done) / max(1, options.steps - warmup))
-
-    return factor
+    def summed(self, sums: Tensor) -> Tensor:
+        return self.accelerator.reduce(sums.to(self.accelerator.device), "sum").cpu()

@@ -1,26 +1,36 @@
-"""Which weights are trained, and how to keep the last good ones."""
+"""Which weights are trained, and how to keep some of their states."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from moepress.errors import MoepressError, UnsupportedModel
 from moepress.models.find import find_layers
 from moepress.models.layer import MoELayer
+from moepress.models.taps import replaced
 
 
 def trained_parameters(model: nn.Module, train: str) -> list[nn.Parameter]:
-    """The parameters that `train` ("all", "experts", "router") stands for."""
+    """The parameters that `train` stands for."""
+    everything = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+    layers = [] if train == "all" else find_layers(model)
     if train == "all":
-        chosen = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+        chosen = everything
+    elif train == "all-but-router":
+        routers = {id(parameter) for layer in layers for parameter in router_parameters(layer)}
+        chosen = [parameter for parameter in everything if id(parameter) not in routers]
+    elif train == "moe":
+        chosen = [p for layer in layers for p in layer.block.parameters() if p.is_floating_point()]
     elif train == "experts":
-        chosen = [parameter for layer in find_layers(model) for parameter in expert_parameters(layer)]
+        chosen = [parameter for layer in layers for parameter in expert_parameters(layer)]
     else:
-        chosen = [parameter for layer in find_layers(model) for parameter in router_parameters(layer)]
+        chosen = [parameter for layer in layers for parameter in router_parameters(layer)]
     if not chosen:
         raise MoepressError(f"train={train!r} names no weights of {type(model).__name__}")
     return list({id(parameter): parameter for parameter in chosen}.values())
@@ -61,19 +71,46 @@ def only_training(model: nn.Module, chosen: list[nn.Parameter]) -> Iterator[None
         model.train(training)
 
 
-class LastGood:
-    """A copy of the newest weights that are known to give a finite loss."""
+@contextmanager
+def checkpointed(model: nn.Module) -> Iterator[None]:
+    """Each decoder layer keeps its inputs only, and runs once more in the backward pass. The model's own switch works
+    in training mode alone, which would bring dropout."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise UnsupportedModel(f"{type(model).__name__} has no layers whose activations can be computed twice")
+    with ExitStack() as stack:
+        for layer in layers:
+            again = partial(checkpoint, layer.forward, use_reentrant=False)
+            stack.enter_context(replaced(layer, "forward", again))
+        yield
+
+
+class Kept:
+    """A copy of the trained weights as they were at some time. On a sharded model each process keeps its part."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.copies = [parameter.detach().clone() for parameter in parameters]
+        self.copies: list[Tensor] | None = None
 
     @torch.no_grad()
     def save(self) -> None:
+        if self.copies is None:
+            self.copies = [parameter.detach().clone() for parameter in self.parameters]
         for copy, parameter in zip(self.copies, self.parameters, strict=True):
             copy.copy_(parameter)
 
     @torch.no_grad()
     def restore(self) -> None:
+        assert self.copies is not None
         for copy, parameter in zip(self.copies, self.parameters, strict=True):
             parameter.copy_(copy)
+
+    def tensors(self) -> list[Tensor]:
+        """The copies as plain tensors, to be saved or filled."""
+        return [_local(copy) for copy in self.copies or []]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -26,12 +27,23 @@ def rows_of(batches: list[CalibrationBatch], objective: str) -> list[Row]:
         if objective == "text" and "decoder_input_ids" not in inputs:
             inputs = {name: tensor for name, tensor in inputs.items() if name != "labels"}
         labels_BL = next_token_labels(CalibrationBatch(inputs, batch.keep))
+        if labels_BL.is_floating_point():
+            raise MoepressError(f"labels must be token ids, not {str(labels_BL.dtype).removeprefix('torch.')}")
         for i, labels_L in enumerate(labels_BL):
             if bool((labels_L != NO_LABEL).any()):
                 rows.append({name: tensor[i] for name, tensor in inputs.items()} | {"labels": labels_L})
     if not rows:
         raise MoepressError("there is nothing to recover on: no sample has a token to predict")
     return rows
+
+
+def held_apart(rows: list[Row], share: float, seed: int) -> tuple[list[Row], list[Row]]:
+    """Rows to learn from and rows to judge by: a share of them, at least one."""
+    if not share or len(rows) < 2:
+        return rows, []
+    count = min(len(rows) - 1, max(1, round(share * len(rows))))
+    chosen = set(torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:count].tolist())
+    return [r for i, r in enumerate(rows) if i not in chosen], [r for i, r in enumerate(rows) if i in chosen]
 
 
 def together(rows: list[Row]) -> Row:
@@ -44,6 +56,40 @@ def together(rows: list[Row]) -> Row:
     }
 
 
-def endless(loader: Any) -> Iterator[Row]:
-    while True:
-        yield from loader
+def targets(row: Row) -> int:
+    """How many tokens a row asks for."""
+    return int((row["labels"] != NO_LABEL).sum())
+
+
+def silent(row: Row) -> Row:
+    """The row without anything to predict: it keeps a process busy that has run out of rows."""
+    return row | {"labels": torch.full_like(row["labels"], NO_LABEL)}
+
+
+def digest(rows: list[Row]) -> str:
+    """A short name for exactly these rows."""
+    sums = hashlib.sha256()
+    for row in rows:
+        for name in sorted(row):
+            sums.update(name.encode() + row[name].long().numpy().tobytes())
+    return sums.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which rows a step learns from, known for every step beforehand: all rows once in random order, then again."""
+
+    rows: int
+    batch: int
+    seed: int
+
+    def __call__(self, step: int) -> list[int]:
+        """The rows of a step, which counts from 1."""
+        places = range((step - 1) * self.batch, step * self.batch)
+        return [_epoch(self.rows, self.seed, place // self.rows)[place % self.rows] for place in places]
+
+
+@lru_cache(maxsize=4)
+def _epoch(rows: int, seed: int, epoch: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(rows, generator=generator).tolist()

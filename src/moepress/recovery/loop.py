@@ -66,7 +66,7 @@ def recover(
     with ExitStack() as stack:
         for model in filter(None, (student, teacher)):
             stack.enter_context(without_cache(model))
-            stack.enter_context(quickest_experts(model))
+            stack.enter_context(quickest_experts(model, accelerator.device))
         stack.enter_context(in_dtype(student, torch.float32))
         stack.enter_context(only_training(student, parameters))
         if options.checkpointing:

@@ -41,6 +41,7 @@ rebuild
 pipeline
 report bench
 api
+training
 estimate
 inspection
 comparison

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from moepress.errors import MoepressError
     from moepress.inspection import inspect_model
     from moepress.recipe import Recipe
+    from moepress.training import recover
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "export",
     "inspect_model",
     "record_evaluation",
+    "recover",
     "verify",
     "write_report",
 ]
@@ -35,6 +37,7 @@ _PLACES = {
     "export": "moepress.api",
     "record_evaluation": "moepress.api",
     "write_report": "moepress.api",
+    "recover": "moepress.training",
     "inspect_model": "moepress.inspection",
     "verify": "moepress.checkpoint.manifest",
     "Recipe": "moepress.recipe",

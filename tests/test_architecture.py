@@ -42,6 +42,7 @@ pipeline
 report bench
 api
 training
+finetuning
 estimate
 inspection
 comparison

@@ -260,6 +260,15 @@ def test_a_student_that_is_broken_already():
 # ---- trackers and options ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["DistributedType.FSDP", "DistributedType.DEEPSPEED", "DistributedType.MEGATRON_LM"])
+def test_sharded_training_is_refused(kind):
+    from moepress.recovery.setup import check_kind
+
+    check_kind("DistributedType.MULTI_CPU")
+    with pytest.raises(MoepressError, match="FSDP, DeepSpeed and Megatron are not supported"):
+        check_kind(kind)
+
+
 def test_unknown_and_absent_trackers():
     with pytest.raises(MoepressError, match="unknown tracker 'tensorbord': did you mean 'tensorboard'"):
         run(trackers=("tensorbord",))

@@ -11,6 +11,7 @@ from moepress.checkpoint.register import register
 if TYPE_CHECKING:
     from moepress.api import compress, evaluate, export, record_evaluation, write_report
     from moepress.errors import MoepressError
+    from moepress.finetuning import finetune
     from moepress.inspection import inspect_model
     from moepress.recipe import Recipe
     from moepress.training import recover
@@ -22,6 +23,7 @@ __all__ = [
     "compress",
     "evaluate",
     "export",
+    "finetune",
     "inspect_model",
     "record_evaluation",
     "recover",
@@ -38,6 +40,7 @@ _PLACES = {
     "record_evaluation": "moepress.api",
     "write_report": "moepress.api",
     "recover": "moepress.training",
+    "finetune": "moepress.finetuning",
     "inspect_model": "moepress.inspection",
     "verify": "moepress.checkpoint.manifest",
     "Recipe": "moepress.recipe",

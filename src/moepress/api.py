@@ -324,20 +324,37 @@ def evaluate(
     tokenizer: Any = None,
     device: str | None = None,
     split: str = "validation",
+    scoring: str | None = None,
 ) -> dict[str, Any]:
-    """Perplexity on text or accuracy on a task; with `against`, also KL to that original and top-1 agreement."""
+    """Perplexity on text, or the metrics of a task; with `against`, also KL to that original and how often both agree.
+
+    `scoring` says how a task's answers are found, see `moepress.evaluation.task_metrics`.
+    """
     from moepress.data.batches import CalibrationData
     from moepress.data.examples import task_examples
     from moepress.evaluation import compare, perplexity, task_metrics
 
     if (text is None) == (task is None):
         raise MoepressError("evaluate on either text or a task")
+    if scoring is not None and task is None:
+        raise MoepressError("scoring is about tasks: text has none")
     loaded, tokenizer, _ = open_source(model, tokenizer, device, False, None)
     original = None if against is None else open_source(against, None, device, False, None)[0]
     if task is not None:
         name, _, folder = task.partition("@")
         chosen, examples = task_examples(name, split, folder or None, None if samples == "all" else int(samples))
-        return task_metrics(loaded, chosen, examples, original, tokenizer=tokenizer, batch_size=batch_size).to_dict()
+        if tokenizer is None:
+            raise MoepressError(f"task {name!r} is text, and the model has no tokenizer to read it")
+        return task_metrics(
+            loaded,
+            chosen,
+            examples,
+            original,
+            tokenizer=tokenizer,
+            batch_size=batch_size,
+            length=length,
+            scoring=scoring,  # type: ignore[arg-type]
+        ).to_dict()
     options = CalibrationData(source=str(text), samples=samples, length=length, batch_size=batch_size)  # type: ignore[arg-type]
     shift = getattr(loaded, "prepare_decoder_input_ids_from_labels", None)
     batches = calibration_batches(options, tokenizer, loaded.config, split=split, shift=shift)

@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +28,8 @@ from moepress.recovery import RecoverOptions, RecoverReport
 from moepress.recovery import recover as train
 from moepress.recovery.state import check_state
 from moepress.registry import did_you_mean
+from moepress.report import draw_report
+from moepress.report.records import EVALUATION, FIGURES, PAGE, RECORDS, records_beside
 
 AnyPath = str | os.PathLike[str]
 JUDGED = 512
@@ -86,23 +87,35 @@ def recover(
     if epochs is not None:
         chosen = replace(chosen, steps=steps_of(epochs, learnt, chosen.batch_size))
     report = train(loaded, original, learnt, chosen, hooks, held_out=judged, state=state, resume=resume)
-    made = {
-        "moepress": __version__,
-        "student": named(student),
-        "teacher": None if teacher is None else named(teacher),
-        "data": data or f"task:{task}",
-        "samples": samples,
-        "length": length,
-        "options": chosen.decisive(),
-        "report": report.to_dict(),
-        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
-    }
+    made = record(student, teacher, data or f"task:{task}", samples, length, chosen.decisive(), report)
     result = Recovered(loaded, report, made)
     if out is not None:
         result.folder = Path(out)
         write(loaded, result.folder, source, [made], overwrite, max_shard_size)
         discard(state)
     return result
+
+
+def record(
+    student: AnyPath | PreTrainedModel,
+    teacher: AnyPath | PreTrainedModel | None,
+    data: str,
+    samples: int | str,
+    length: int,
+    options: dict[str, Any],
+    report: RecoverReport,
+) -> dict[str, Any]:
+    return {
+        "moepress": __version__,
+        "student": named(student),
+        "teacher": None if teacher is None else named(teacher),
+        "data": data,
+        "samples": samples,
+        "length": length,
+        "options": options,
+        "report": report.to_dict(),
+        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
+    }
 
 
 def make_options(options: dict[str, Any], device: str | None) -> RecoverOptions:
@@ -177,31 +190,32 @@ def write(
         with output_folder(out, overwrite=overwrite, source=source) as folder, quiet():
             if specs:
                 save_compact(model, specs, folder, source=source, max_shard_size=max_shard_size)
-                extend_records(records_of(source, inside=True), folder / "moepress", made)
+                extend_records(records_in(source, compact=True), folder / RECORDS, made)
             else:
                 model.save_pretrained(os.fspath(folder), max_shard_size=max_shard_size)
                 if source is not None:
                     copy_companions(source, folder)
         if not specs:  # nothing of moepress in the folder itself
-            extend_records(records_of(source, inside=False), out.with_name(out.name + ".moepress"), made)
+            extend_records(records_in(source, compact=False), records_beside(out), made)
     PartialState().wait_for_everyone()
 
 
-def records_of(source: AnyPath | None, inside: bool) -> Path | None:
+def records_in(source: AnyPath | None, compact: bool) -> Path | None:
     """Where `compress` or an earlier recovery has left its records."""
     if source is None:
         return None
-    folder = Path(source)
-    records = folder / "moepress" if inside else folder.with_name(folder.name + ".moepress")
+    records = Path(source) / RECORDS if compact else records_beside(source)
     return records if records.is_dir() else None
 
 
 def extend_records(before: Path | None, folder: Path, made: list[dict[str, Any]]) -> None:
+    """The records that there were, but for what was measured before training, and what training did."""
     if before is not None:
-        shutil.copytree(before, folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
+        stale = shutil.ignore_patterns(EVALUATION, FIGURES, PAGE)
+        shutil.copytree(before, folder, dirs_exist_ok=True, copy_function=shutil.copyfile, ignore=stale)
     folder.mkdir(parents=True, exist_ok=True)
-    file, earlier = folder / "recovery.json", []
-    if before is not None and file.exists():
-        with suppress(ValueError):
-            earlier = json.loads(file.read_text())
+    file = folder / "recovery.json"
+    earlier = json.loads(file.read_text()) if before is not None and file.exists() else []
     file.write_text(json.dumps([*earlier, *made], indent=1) + "\n")
+    if before is not None and (before / PAGE).exists():
+        draw_report(folder)

@@ -17,11 +17,18 @@ def evaluate(
     length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 512,
     batch_size: Annotated[int, typer.Option(help="Samples of a forward pass.")] = 8,
     split: Annotated[str, typer.Option(help="Of records and tasks that have splits.")] = "validation",
+    scoring: Annotated[
+        str | None,
+        typer.Option(
+            help="How a task's answers are found: sum or mean of a choice's log-probabilities, paper (whole text), or "
+            "teacher-forced (the authors' numbers). [default: sum, or what the model writes]"
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, …")] = None,
     record: Annotated[bool, typer.Option(help="Add the result to the report of an output of compress.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Perplexity, KL to the original and agreement on text; accuracy on a task."""
+    """Perplexity, KL to the original and agreement on text; the metrics of a task."""
     from moepress import api
     from moepress.report import has_records
 
@@ -35,11 +42,13 @@ def evaluate(
             length=length,
             batch_size=batch_size,
             split=split,
+            scoring=scoring,
             device=device,
         )
         page = None
         if record and has_records(model):
             asked = {"against": against, "text": text, "task": task, "length": length, "split": split}
+            asked["scoring"] = scoring
             if samples != "all":
                 asked["samples"] = samples
             page = api.record_evaluation(model, score, **{k: v for k, v in asked.items() if v is not None})

@@ -9,7 +9,20 @@ from typing import Annotated
 import typer
 
 from moepress import __version__
-from moepress.cli import bench, compare, compress, demo, evaluate, export, inspect, methods, recover, report, verify
+from moepress.cli import (
+    bench,
+    compare,
+    compress,
+    demo,
+    evaluate,
+    export,
+    finetune,
+    inspect,
+    methods,
+    recover,
+    report,
+    verify,
+)
 from moepress.errors import MoepressError
 
 # Before torch is imported: threads that wait give their core away. On a busy machine that is three times faster.
@@ -24,7 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (compress, recover, compare, inspect, evaluate, export, report, verify, methods, demo):
+for command in (compress, recover, finetune, compare, inspect, evaluate, export, report, verify, methods, demo):
     name = command.__name__.rpartition(".")[2]
     app.command(name)(getattr(command, name))
 app.add_typer(bench.app, name="bench")

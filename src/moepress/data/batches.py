@@ -127,6 +127,28 @@ def answer_batches(
     return to_batches(samples, model_config, batch_size, pad_id(tokenizer, model_config))
 
 
+def prompt_batches(
+    prompts: list[str], tokenizer: Any, model_config: Any, batch_size: int, length: int
+) -> list[dict[str, Tensor]]:
+    """Prompts to be continued, in order: padded on the left, so that each ends where its continuation begins; in an
+    encoder–decoder model on the right. What is too long loses its beginning, or there its end."""
+    encoder = Encoder(tokenizer, _eos(tokenizer, model_config), length, is_encoder_decoder(model_config))
+    pad = pad_id(tokenizer, model_config)
+    if encoder.encoder_decoder:
+        rows = [encoder.ended(encoder.tokens(prompt), length) for prompt in prompts]
+    else:
+        rows = [encoder.open_ended(encoder.tokens(prompt))[-length:] for prompt in prompts]
+    batches = []
+    for i in range(0, len(rows), batch_size):
+        some = rows[i : i + batch_size]
+        sides = some if encoder.encoder_decoder else [row[::-1] for row in some]
+        ids_BL, real_BL = padded(sides, pad), padded([[1] * len(row) for row in some], 0)
+        if not encoder.encoder_decoder:
+            ids_BL, real_BL = ids_BL.flip(1), real_BL.flip(1)
+        batches.append({"input_ids": ids_BL, "attention_mask": real_BL})
+    return batches
+
+
 def _draw(
     source: Source,
     count: int | None,

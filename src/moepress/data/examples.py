@@ -27,13 +27,14 @@ def task_examples(
     for where, record in _records(task, split, folder):
         if limit is not None and len(examples) >= limit:
             break
-        if absent := [field for field in task.fields if field not in record]:
-            raise missing_field(where, absent[0], record)
         try:
-            examples.append(task.example(record))
-        except (ValueError, TypeError, AttributeError) as error:
-            raise MoepressError(f"{where}: {error}") from None
-    return task, examples
+            if (absent := task.missing(record)) is not None:
+                raise missing_field(where, absent, record)
+            examples += task.examples(record)
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise MoepressError(f"{where}: {reason}") from None
+    return task, examples[:limit]
 
 
 def _records(task: Task, split: str, folder: str | Path | None) -> Iterator[tuple[str, Record]]:

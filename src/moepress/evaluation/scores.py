@@ -82,14 +82,32 @@ class TaskScore:
 
     task: str
     examples: int
-    accuracy: float
-    original_accuracy: float | None = None
+    metrics: dict[str, float]
+    """By name, from 0 to 1, the one that counts first."""
+    original: dict[str, float] | None = None
+    """The same of the original."""
     kl: float | None = None
     """Mean KL(original || model) of the distribution over the answers, in nats per example."""
     agreement: float | None = None
+    """How often both answer the same."""
+
+    @property
+    def accuracy(self) -> float:
+        return self.metrics["accuracy"]
+
+    @property
+    def original_accuracy(self) -> float | None:
+        return None if self.original is None else self.original["accuracy"]
+
+    @property
+    def value(self) -> float:
+        """The metric that counts."""
+        return next(iter(self.metrics.values()))
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if value is not None}
+        own = {"task": self.task, "examples": self.examples, **self.metrics}
+        own |= {f"original_{name}": value for name, value in (self.original or {}).items()}
+        return own | {n: v for n, v in (("kl", self.kl), ("agreement", self.agreement)) if v is not None}
 
 
 def _with_domains(score: TextScore | Comparison, own: dict[str, Any]) -> dict[str, Any]:

@@ -113,7 +113,6 @@ class Training:
         self.options, self.hooks = options, hooks
         self.order = Order(len(rows), options.batch_size, options.seed)
         self.at_once = options.batch_size // (accelerator.num_processes * options.accumulate)
-        # Looked up in what was prepared: sharded training has replaced them.
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.good, self.best = Kept(self.parameters), Kept(self.parameters)
         self.progress = Progress()
@@ -254,7 +253,7 @@ class Training:
         sums = torch.zeros(2, dtype=torch.float64)
         for start in range(0, len(numbers), self.at_once * processes):
             group = numbers[start : start + self.at_once * processes][rank::processes]
-            # Sharded models must be run by all processes together, also by one that has nothing left.
+            # All processes run the model together, also one that has nothing left.
             batch = together([self.rows[i] for i in group] or [silent(self.rows[numbers[0]])])
             loss, kl = self.losses(group, batch)
             sums += torch.stack([loss.double().cpu(), kl.double().cpu()])

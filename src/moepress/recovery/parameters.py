@@ -88,7 +88,7 @@ def checkpointed(model: nn.Module) -> Iterator[None]:
 
 
 class Kept:
-    """A copy of the trained weights as they were at some time. On a sharded model each process keeps its part."""
+    """A copy of the trained weights as they were at some time."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -106,11 +106,3 @@ class Kept:
         assert self.copies is not None
         for copy, parameter in zip(self.copies, self.parameters, strict=True):
             parameter.copy_(copy)
-
-    def tensors(self) -> list[Tensor]:
-        """The copies as plain tensors, to be saved or filled."""
-        return [_local(copy) for copy in self.copies or []]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -11,7 +11,7 @@ from moepress.registry import did_you_mean
 
 
 def make_accelerator(options: RecoverOptions) -> Any:
-    """The processes, devices and sharding that accelerate was launched or configured with."""
+    """The processes, devices and precision that accelerate was launched or configured with."""
     try:
         from accelerate import Accelerator
         from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
@@ -30,16 +30,23 @@ def make_accelerator(options: RecoverOptions) -> Any:
         log_with=list(options.trackers) or None,
         project_dir=options.log_dir,
     )
+    check_kind(str(accelerator.distributed_type))
     parts = accelerator.num_processes * options.accumulate
     if options.batch_size % parts:
         raise MoepressError(
             f"recover: batch_size {options.batch_size} cannot be shared among {accelerator.num_processes} processes "
             f"in {options.accumulate} parts each: make it a multiple of {parts}"
         )
-    if plugin := accelerator.state.deepspeed_plugin:  # it wants to know what a data loader would have told it
-        plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = options.batch_size // parts
-        plugin.deepspeed_config["gradient_accumulation_steps"] = options.accumulate
     return accelerator
+
+
+def check_kind(kind: str) -> None:
+    """Sharded weights would have to be put together again before anything can be kept or written."""
+    if any(name in kind.upper() for name in ("FSDP", "DEEPSPEED", "MEGATRON")):
+        raise MoepressError(
+            "recovery trains on one process or on several with a whole copy of the model each (DDP); FSDP, DeepSpeed "
+            "and Megatron are not supported: launch it with `accelerate launch --multi_gpu`"
+        )
 
 
 def forget_settings() -> None:

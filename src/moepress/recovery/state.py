@@ -16,7 +16,7 @@ from moepress.recovery.hook import TrainingHook
 from moepress.recovery.options import RecoverReport
 from moepress.recovery.parameters import Kept
 
-ASKED = "asked.json"
+ASKED, BEST = "asked.json", "best.pt"
 
 
 class Progress:
@@ -55,10 +55,10 @@ class SavedState:
         self.accelerator.wait_for_everyone()
         if newest is not None:
             self.accelerator.load_state(str(newest))
-            file = newest / f"best-{self.accelerator.process_index}.pt"
+            file = newest / BEST
             if file.exists():
                 best.save()
-                for copy, saved in zip(best.tensors(), torch.load(file, weights_only=True), strict=True):
+                for copy, saved in zip(best.copies or [], torch.load(file, weights_only=True), strict=True):
                     copy.copy_(saved)
         elif self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -74,8 +74,8 @@ class SavedState:
             partial.mkdir()
         self.accelerator.wait_for_everyone()
         self.accelerator.save_state(str(partial))
-        if best.copies is not None:
-            torch.save(best.tensors(), partial / f"best-{self.accelerator.process_index}.pt")
+        if best.copies is not None and self.accelerator.is_main_process:
+            torch.save(best.copies, partial / BEST)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             for file in partial.rglob("*"):

@@ -1,6 +1,6 @@
 """Labelled tasks: how their records become prompts and answers. They know no files and no models."""
 
-from moepress.tasks import sst2  # noqa: F401 - registers itself
+from moepress.tasks import copa, hotpotqa, mrpc, multirc, openbookqa, squad, sst2, wikiqa, winogrande  # noqa: F401
 from moepress.tasks.base import TASKS, Example, Task
 
 __all__ = ["TASKS", "Example", "Task"]

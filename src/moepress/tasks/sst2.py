@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moepress.tasks.base import TASKS, Example, Task, clipped
+from moepress.tasks.base import TASKS, Example, Task, label_of, text_of
+
+CHOICES = ("negative", "positive")
 
 
 @TASKS.register("sst2")
@@ -18,8 +20,5 @@ class Sst2(Task):
     hub = ("nyu-mll/glue", "sst2")
 
     def example(self, record: Mapping[str, Any]) -> Example:
-        if record["label"] not in (0, 1):
-            raise ValueError(f"label must be 0 (negative) or 1 (positive), not {record['label']!r}")
-        sentence = clipped(record["sentence"])
-        prompt = f"{sentence}\nQuestion: Was that sentence positive or negative? Answer:"
-        return Example(prompt.strip(), ("negative", "positive"), int(record["label"]))
+        prompt = f"{text_of(record, 'sentence')}\nQuestion: Was that sentence positive or negative? Answer:"
+        return Example(prompt.strip(), CHOICES, label_of(record, CHOICES))

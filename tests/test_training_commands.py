@@ -55,6 +55,7 @@ def test_recover_keeps_and_extends_the_records(compact, tmp_path, monkeypatch, c
     (entry,) = json.loads((out / "moepress" / "recovery.json").read_text())
     assert entry["teacher"] == MODEL and entry["options"]["steps"] == 4 and entry["report"] == said["report"]
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
+    assert moepress.verify(out).whole
     before, after = (moepress.evaluate(m, against=MODEL, text=HELD, samples=12, length=48) for m in (compact, out))
     assert after["kl"] < before["kl"]
     again = recover(out, tmp_path / "again", teacher=MODEL, data=TEXT, **SHORT)
@@ -67,7 +68,7 @@ def test_a_vanilla_student(tmp_path):
     recover(small, out, teacher=MODEL, data=TEXT, **SHORT)
     assert (tmp_path / "out.moepress" / "recipe.yaml").exists() and not (out / "moepress").exists()
     assert (tmp_path / "out.moepress" / "recovery.json").exists() and (out / "tokenizer.json").exists()
-    assert load_model(out).config.num_experts == 8
+    assert load_model(out).config.num_experts == 8 and moepress.verify(out).whole
 
 
 class Killer(TrainingHook):

@@ -20,6 +20,7 @@ from moepress.checkpoint.compact import compact_specs, save_compact
 from moepress.checkpoint.companions import copy_companions
 from moepress.checkpoint.folder import output_folder, refuse_output
 from moepress.checkpoint.load import quiet
+from moepress.checkpoint.manifest import write_manifest
 from moepress.data.batches import CalibrationData, calibration_batches
 from moepress.errors import MoepressError
 from moepress.hook import TrainingHook
@@ -191,12 +192,15 @@ def write(
             if specs:
                 save_compact(model, specs, folder, source=source, max_shard_size=max_shard_size)
                 extend_records(records_in(source, compact=True), folder / RECORDS, made)
+                write_manifest(folder, folder / RECORDS)
             else:
                 model.save_pretrained(os.fspath(folder), max_shard_size=max_shard_size)
                 if source is not None:
                     copy_companions(source, folder)
         if not specs:  # nothing of moepress in the folder itself
+            shutil.rmtree(records_beside(out), ignore_errors=True)  # of an output that was replaced
             extend_records(records_in(source, compact=False), records_beside(out), made)
+            write_manifest(out, records_beside(out))
     PartialState().wait_for_everyone()
 
 

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moepress.data import task_examples
 from moepress.data.batches import prompt_batches
 from moepress.errors import MoepressError
 from moepress.evaluation import task_metrics
-from moepress.evaluation.metrics import accuracy, f1_of_yes, written_scores
+from moepress.evaluation.metrics import accuracy, f1_of_words, f1_of_yes, same_words, written_scores
 from moepress.evaluation.task import score_choices
 from moepress.evaluation.written import forced_answers, written_answers
 from moepress.tasks import TASKS, Example
@@ -51,6 +53,13 @@ def test_written_answers_are_compared_with_all_references():
     assert list(scores) == ["f1", "exact_match"]
 
 
+@given(*[st.text(alphabet="aTnhe .,-\u201c'é9", max_size=24)] * 2)
+def test_words_are_compared_as_in_the_library(right, text):
+    squad = pytest.importorskip("transformers.data.metrics.squad_metrics", reason="newer transformers have it no more")
+    assert same_words(right, text) == squad.compute_exact(right, text)
+    assert f1_of_words(right, text) == pytest.approx(squad.compute_f1(right, text))
+
+
 @pytest.mark.parametrize("kind", ["causal", "switch"])
 def test_written_answers_are_what_generate_gives_alone(kind, word_tokenizer, request):
     model = request.getfixturevalue(kind)
@@ -91,11 +100,11 @@ def test_ways_of_scoring(causal, word_tokenizer):
     whole = [5, 6, 7, 2, 8, 9, 2]
     logp = log_probabilities(causal, whole)
     wanted = [*whole[1:], 0]
-    paper = score_choices(causal, task, [QUESTION], spaced(word_tokenizer), scoring="paper")[0]
+    paper = score_choices(causal, task, [QUESTION], Spaced(word_tokenizer), scoring="paper")[0]
     assert float(paper[0]) == pytest.approx(sum(float(logp[i, t]) for i, t in enumerate(wanted)) / 7, rel=1e-5)
 
 
-class spaced:
+class Spaced:
     """The word tokenizer knows eos only between spaces."""
 
     def __init__(self, tokenizer):

@@ -28,7 +28,7 @@ def finetune(
     length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 512,
     accumulate: Annotated[int | None, typer.Option(help="Parts of a step, to need less memory. [default: 1]")] = None,
     evaluate_every: Annotated[int | None, typer.Option(help="Steps between looks at validation. [default: 25]")] = None,
-    patience: Annotated[int | None, typer.Option(help="Looks without improvement before the end. [default: 3]")] = None,
+    patience: Annotated[int | None, typer.Option(help="Looks without improvement before the end. [default: 8]")] = None,
     checkpointing: Annotated[bool, typer.Option(help="Compute activations twice instead of keeping them.")] = False,
     mixed_precision: Annotated[str | None, typer.Option(help="no, bf16 or fp16. [default: accelerate's]")] = None,
     seed: Annotated[int | None, typer.Option(help="Of everything random. [default: 0]")] = None,

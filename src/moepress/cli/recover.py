@@ -34,7 +34,7 @@ def recover(
         float | None, typer.Option(help="Share of the text to judge by; 0: take the last weights. [default: 0.1]")
     ] = None,
     evaluate_every: Annotated[int | None, typer.Option(help="Steps between looks at it. [default: 25]")] = None,
-    patience: Annotated[int | None, typer.Option(help="Looks without improvement before the end. [default: 3]")] = None,
+    patience: Annotated[int | None, typer.Option(help="Looks without improvement before the end. [default: 8]")] = None,
     cache: Annotated[
         str | None, typer.Option(help="Keep the teacher's outputs on disk: none, full, or so many of the likeliest.")
     ] = None,

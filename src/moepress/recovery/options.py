@@ -48,8 +48,9 @@ class RecoverOptions:
     """Share of the samples to judge by instead of learning from them, if there are no others for it; 0 for none."""
     evaluate_every: int = 25
     """Steps between looks at the held-out samples. The weights that were best on them are kept."""
-    patience: int = 3
-    """Training stops after so many looks without an improvement."""
+    patience: int = 8
+    """Training stops after so many looks without an improvement. Not too few: while the learning rate is high the loss
+    may rise, and it falls with it."""
     cache: Literal["none", "full"] | int = "none"
     """Keep the teacher's outputs on disk: all of them (exact), or this many of the most probable tokens."""
     save_every: int = 50

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -333,6 +334,24 @@ def test_fitted_rows_stand_for_the_whole_group():
         layer.router.weight_ED[0] -= 0.05 * draw
 
 
+@pytest.mark.parametrize("method", ["hc-smoe", "reap"])
+def test_distilled_routers_are_kept_only_where_they_help(method):
+    """Nothing but routers changes, and the held-out loss is never above what it was."""
+    given = {"method": method, "batches": 6}
+    plain, _ = pressed("qwen3_moe", **given)
+    model, outcome = pressed("qwen3_moe", **given, **{"refit.router": {"name": "distil", "steps": 8, "batch_size": 4}})
+    (note,) = [note for note in outcome.notes if "distilled" in note]
+    before, after = (float(number) for number in re.findall(r"[0-9.]+(?= before| after)", note))
+    assert after <= before
+    changed = [name for name, t in model.state_dict().items() if not torch.equal(t, plain.state_dict()[name])]
+    assert all(".gate." in name for name in changed) and (changed or after == before)
+    wild, _ = pressed(
+        "qwen3_moe", **given, **{"refit.router": {"name": "distil", "steps": 8, "batch_size": 4, "lr": 1000.0}}
+    )
+    # Made worse, so the routers are those from before.
+    assert all(torch.equal(t, plain.state_dict()[name]) for name, t in wild.state_dict().items())
+
+
 def test_a_router_that_is_no_linear_map_is_refused_before_calibration():
     with pytest.raises(MoepressError, match="refit.router=none"):
         pressed("zaya", method="ream", **{"refit.router": "mass"})
@@ -364,6 +383,8 @@ def test_solving_in_turn_approaches_solving_together(merged):
         ({"merge.operator": "zipit", "align.method": "weight-matching"}, "use align.method=none"),
         ({"method": "m-smoe", "refit.method": "least-squares"}, "does not use 'refit.method'"),
         ({"method": "m-smoe", "refit.router": "mass"}, "nothing to fit"),
+        ({"method": "reap", "refit.router": "mass"}, "nothing is merged"),
+        ({"method": "reap", "refit.router": {"name": "distil", "steps": 0}}, "steps must be at least 1"),
         ({"method": "ream", "refit.router": {"name": "mass", "ridge": 0}}, "ridge must be positive"),
         ({"method": "ream", "plan.grouping": {"name": "capped", "size": 1}}, "size must be at least 2"),
         ({"method": "ream", "keep": 2, "plan.grouping": {"name": "capped", "size": 3}}, "at least 3 must stay"),

@@ -10,6 +10,7 @@ from torch import nn
 from moepress.checkpoint.sizes import expert_bytes, human_size, sizes_of
 from moepress.errors import MoepressError
 from moepress.models.layer import CompactSpec, MoELayer
+from moepress.models.weights import Weights
 from moepress.recipe import Recipe
 from moepress.registry import did_you_mean
 
@@ -22,6 +23,13 @@ def check_fit(recipe: Recipe, layers: list[MoELayer]) -> None:
         raise MoepressError("say how small: either keep (8 experts, or 0.5 of them) or target_size (12GB)")
     if recipe.component("plan.grouping").drops and recipe.router != "keep":
         raise MoepressError("pruned experts take their router rows along: use router=keep")
+    if recipe.component("refit.router").rows and recipe.component("plan.grouping").drops:
+        raise MoepressError("where nothing is merged there are no rows to fit: leave refit.router out")
+    if recipe.component("refit.router").trains and type(layers[0].weights) is not Weights:
+        raise MoepressError(
+            "refit.router=distil needs the whole model in memory: compress a loaded model, or leave it out and train "
+            "the output with `moepress recover --train router`"
+        )
     if recipe.component("refit.router").rows and recipe.router == "redirect":
         raise MoepressError("a redirect keeps all router rows: there is nothing to fit; use router=keep or mean")
     if recipe.format == "vanilla":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -106,6 +107,7 @@ def press(
     if statistics is not None:
         check_statistics(statistics, layers, planner, recipe)
     weights = layers[0].weights
+    original = copy.deepcopy(model) if router.trains else None
     outcome = Outcome(model, recipe, Plan(layers=()), statistics or Statistics(), {})
     scores: dict[str, torch.Tensor] = {}
 
@@ -128,6 +130,9 @@ def press(
     else:
         with outcome.timed("merge"):
             outcome.plan = rebuild_unseen(layers, planner, counts, plan, outcome, journal)
+    if original is not None:
+        with outcome.timed("router"):
+            outcome.notes.append(router.train(model, original, batches(), recipe.seed))
     return outcome
 
 

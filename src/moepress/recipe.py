@@ -20,6 +20,7 @@ from moepress.errors import MoepressError
 from moepress.merge import MERGES
 from moepress.methods import METHODS
 from moepress.plan import BUDGETS, GROUPINGS, GUARDS, SALIENCIES, SIMILARITIES
+from moepress.recovery import router  # noqa: F401 - registration of a router refit
 from moepress.refit import REFITS
 from moepress.refit.router import ROUTER_REFITS
 from moepress.registry import Registry, did_you_mean
@@ -76,7 +77,7 @@ class MergeSection(Section):
 
 class RefitSection(Section):
     method: Component = Field(default="none", description="how what is left takes over the work of what was removed")
-    router: Component = Field(default="none", description="how the rows of merged experts are fitted to their groups")
+    router: Component = Field(default="none", description="what is done about the router: fitted or trained")
 
 
 class Recipe(Section):

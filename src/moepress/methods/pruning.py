@@ -6,6 +6,7 @@ from moepress.methods.base import METHODS, Method
 class Pruning(Method):
     uses = frozenset(
         {"plan.saliency", "plan.budget", "plan.grouping", "plan.guard", "plan.skip", "router", "sequential"}
+        | {"refit.router"}
     )
     defaults = {"plan.budget": "uniform", "plan.grouping": "prune", "router": "keep", "sequential": True}
 

@@ -208,7 +208,8 @@ def load_recipe(path: str | os.PathLike[str]) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
-        raise MoepressError(f"the recipe {path} is not YAML{where}: {getattr(error, 'problem', error)}") from None
+        problem = str(getattr(error, "problem", error)).partition("\n")[0]
+        raise MoepressError(f"the recipe {path} is not YAML{where}: {problem}") from None
     if not isinstance(given, dict):
         raise MoepressError(f"the recipe {path} must be a mapping of options")
     return given
@@ -231,7 +232,10 @@ def nest(flat: dict[str, Any]) -> dict[str, Any]:
     for key, value in flat.items():
         section, dot, field = key.partition(".")
         if dot:
-            nested.setdefault(section, {})[field] = value
+            inner = nested.setdefault(section, {})
+            if not isinstance(inner, dict):
+                raise MoepressError(f"recipe: {section!r} must be a mapping of options")
+            inner[field] = value
         else:
             nested[key] = value
     return nested

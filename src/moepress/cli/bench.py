@@ -61,3 +61,43 @@ def align(
     for table in tables:
         print_table(table.title, table.columns, table.rows, table.note)
     typer.echo(f"Written to {out}")
+
+
+@app.command()
+def memory(
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for memory.json, memory.md and memory.png.")] = Path(
+        "out/bench"
+    ),
+    shape: Annotated[list[str] | None, typer.Option(help="switch (switch-base-32 at 4 GB), qwen3-moe.")] = None,
+    size: Annotated[str, typer.Option(help="Of the random checkpoint, about.")] = "4GB",
+    method: Annotated[str, typer.Option(help="See `moepress methods`.")] = "m-smoe",
+    keep: Annotated[float, typer.Option(help="Share of the experts that stay.")] = 0.5,
+    samples: Annotated[int, typer.Option(min=1, help="Calibration samples.")] = 32,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a sample.")] = 128,
+    align: Annotated[bool, typer.Option(help="m-smoe: align experts too, which is what takes its time.")] = False,
+    folder: Annotated[Path | None, typer.Option(help="Where the checkpoint is written and removed again.")] = None,
+    seed: Annotated[int, typer.Option(help="Of weights and text.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Peak memory and time of compressing a random checkpoint of any size."""
+    from moepress.bench.memory import Settings, run
+
+    settings = Settings(
+        shapes=tuple(shape or Settings.shapes),
+        size=size,
+        method=method,
+        keep=keep,
+        samples=samples,
+        length=length,
+        align=align,
+        folder=None if folder is None else str(folder),
+        seed=seed,
+    )
+    with quiet_if(as_json):
+        data, tables = run(settings, out)
+    if as_json:
+        print_json(data)
+        return
+    for table in tables:
+        print_table(table.title, table.columns, table.rows, table.note)
+    typer.echo(f"Written to {out}")

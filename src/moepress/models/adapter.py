@@ -58,6 +58,11 @@ class Adapter(ABC):
     def read_bank(self, block: nn.Module) -> ExpertBank:
         """The physical experts in canonical form; views of the parameters wherever that is possible."""
 
+    def widths(self, block: nn.Module) -> tuple[int, int]:
+        """Hidden units of an expert, and the width of its input."""
+        bank = self.read_bank(block)
+        return bank.hidden_units, bank.up_EFD.shape[2]
+
     def write_bank(self, block: nn.Module, bank: ExpertBank) -> None:
         """Copy a bank of the block's present size into its parameters. This default serves families whose
         `read_bank` returns nothing but views."""

@@ -43,6 +43,12 @@ class ModuleDictAdapter(LinearRouterAdapter):
         modules = self.modules(block)
         return len(modules), getattr(modules[0], self.first).weight.dtype
 
+    def widths(self, block: Block) -> tuple[int, int]:
+        if self.factors(block) is not None:
+            return super().widths(block)
+        units, width = getattr(self.modules(block)[0], self.first).weight.shape  # without a copy of all experts
+        return units, width
+
     def refusal(self, block: Block) -> str | None:
         known = {f"{map_}.{leaf}" for map_ in (self.first, self.second) for leaf in ("weight", "bias")}
         tensors = {name for expert in self.modules(block) for name, _ in expert.named_parameters()}

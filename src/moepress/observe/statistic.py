@@ -23,8 +23,8 @@ class LayerShape:
 
     @classmethod
     def of(cls, layer: MoELayer) -> LayerShape:
-        bank = layer.bank
-        return cls(layer.num_experts, bank.up_EFD.shape[2], bank.hidden_units)
+        units, width = layer.adapter.widths(layer.block)
+        return cls(layer.num_experts, width, units)
 
 
 class Statistic(ABC):

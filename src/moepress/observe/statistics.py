@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -31,7 +32,8 @@ class Statistics:
         layer = visit.layer
         shape = LayerShape.of(layer)
         gathered = {name: STATISTICS.create(name, shape=shape) for name in names}
-        bank = layer.bank
+        # Some families have to copy their experts together for it.
+        bank: Any = layer.bank if any(statistic.runs_experts for statistic in gathered.values()) else None
         for batch in visit.batches():
             for statistic in gathered.values():
                 enough = statistic.sampled and -(-statistic.sampled // len(visit))
@@ -73,15 +75,20 @@ class Statistics:
         try:
             header = json.loads(path.with_suffix(".json").read_text())
             tensors = load_file(path.with_suffix(".safetensors"))
+            check_shapes(header, tensors)
             statistics = cls.from_header(header)
             for layer, name, key, total in statistics._each():
                 total.copy_(tensors[f"{layer}|{name}|{key}"])
+        except MoepressError:
+            raise
         except FileNotFoundError as error:
             raise MoepressError(f"no statistics at {path}: {error.filename} is missing") from None
-        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-            raise MoepressError(f"{path} does not hold statistics that this version can read: {error}") from None
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, OSError) as error:
+            reason = str(error).partition("\n")[0]
+            raise MoepressError(f"{path} does not hold statistics that this version can read: {reason}") from None
         except Exception as error:  # safetensors raises a bare Exception type of its own on a truncated file
-            raise MoepressError(f"{path.with_suffix('.safetensors')} is damaged: {error}") from None
+            reason = str(error).partition("\n")[0]
+            raise MoepressError(f"{path.with_suffix('.safetensors')} is damaged: {reason}") from None
         return statistics
 
     @classmethod
@@ -121,3 +128,17 @@ class Statistics:
             for name, statistic in gathered.items():
                 for key, value in statistic.sums.items():
                     yield layer, name, key, value
+
+
+def check_shapes(header: dict, tensors: dict[str, Tensor]) -> None:
+    """A header that asks for other sums than the file holds is refused before any memory is given to it."""
+    for layer, entry in header["layers"].items():
+        shape = LayerShape(**entry["shape"])
+        if any(type(value) is not int or value < 0 for value in vars(shape).values()):
+            raise ValueError(f"the shape of layer {layer!r} is not made of counts")
+        for name in entry["statistics"]:
+            if not isinstance(name, str):
+                raise ValueError(f"layer {layer!r} names a statistic {name!r}")
+            for key, size in STATISTICS.get(name).sizes(shape).items():
+                if tuple(tensors[f"{layer}|{name}|{key}"].shape) != tuple(size):
+                    raise ValueError(f"{name}.{key} of layer {layer!r} is not of the shape that the header says")

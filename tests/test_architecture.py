@@ -39,6 +39,7 @@ recipe
 fit trial command
 rebuild
 pipeline
+budget
 report bench
 api
 training

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 import moepress
 from moepress.checkpoint.load import load_model
 from moepress.checkpoint.paging import PagedWeights
+from moepress.errors import MoepressError
 from moepress.models.find import find_layers
 from moepress.models.walk import walk
 from moepress.models.weights import Weights
@@ -121,3 +123,58 @@ def test_the_output_is_that_of_a_model_in_memory(name: str, method: str, dtype: 
     load_model(tmp_path / "streamed")
     assert moepress.verify(tmp_path / "streamed").whole
     assert sorted(f.name for f in tmp_path.iterdir() if f.name.startswith(".")) == []
+
+
+def test_a_memory_budget_is_kept_or_refused(tmp_path: Path) -> None:
+    build("qwen3_moe").save_pretrained(tmp_path / "model")
+    text = windows(tmp_path)
+    with pytest.raises(MoepressError, match=r"needs about ([\d.]+) (MB|GB) of memory and may use 1 MB") as raised:
+        moepress.compress(tmp_path / "model", tmp_path / "out", keep=0.5, calibration=text, memory="1MB")
+    assert not list(tmp_path.glob("*out*")) and not list(tmp_path.glob(".out*"))
+    words = str(raised.value).split()
+    least = float(words[3]) * {"MB": 1e6, "GB": 1e9}[words[4]] * 1.02  # the process may have grown since
+    for name, memory in (("tight", int(least)), ("wide", "64GB")):
+        result = moepress.compress(tmp_path / "model", tmp_path / name, keep=0.5, calibration=text, memory=memory)
+        assert result.outcome.recipe.align.memory == "2GB"
+    assert all(torch.equal(t, tensors_of(tmp_path / "wide")[k]) for k, t in tensors_of(tmp_path / "tight").items())
+
+
+def with_a_prediction_head(path: Path) -> dict[str, Tensor]:
+    """A model with a layer of its own for multi-token prediction, as DeepSeek ships it; what transformers ignores."""
+    model = build("deepseek_v3")
+    model.config.num_nextn_predict_layers = 1
+    model.save_pretrained(path)
+    tensors = load_file(path / "model.safetensors")
+    head = {
+        name.replace("layers.1.", "layers.7."): tensor + 1 for name, tensor in tensors.items() if "layers.1.mlp" in name
+    } | {"model.layers.7.eh_proj.weight": torch.ones(3, 3)}
+    assert any(".experts." in name for name in head)
+    save_file(tensors | head, path / "model.safetensors", {"format": "pt"})
+    return head
+
+
+def test_a_prediction_head_is_kept_or_left_out(tmp_path: Path) -> None:
+    head = with_a_prediction_head(tmp_path / "model")
+    options = {"keep": 0.5, "calibration": windows(tmp_path)}
+    moepress.compress(tmp_path / "model", tmp_path / "compact", **options)
+    written = tensors_of(tmp_path / "compact")
+    assert all(torch.equal(written[name], tensor) for name, tensor in head.items())
+    assert json.loads((tmp_path / "compact" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    result = moepress.compress(tmp_path / "model", tmp_path / "vanilla", method="reap", format="vanilla", **options)
+    assert not head.keys() & tensors_of(tmp_path / "vanilla").keys()
+    assert json.loads((tmp_path / "vanilla" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    assert any("multi-token prediction" in note for note in result.outcome.notes)
+
+
+def test_large_layers_are_files_of_their_own(tmp_path: Path) -> None:
+    build("qwen3_moe").save_pretrained(tmp_path / "model", max_shard_size="40KB")
+    options = {"keep": 0.5, "calibration": windows(tmp_path)}
+    moepress.compress(tmp_path / "model", tmp_path / "one", **options)
+    moepress.compress(tmp_path / "model", tmp_path / "many", max_shard_size="30KB", **options)
+    assert all(file.stat().st_size < 60_000 for file in (tmp_path / "many").glob("*.safetensors"))
+    one, many = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "many")
+    assert one.keys() == many.keys() and all(torch.equal(tensor, many[name]) for name, tensor in one.items())
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == many.keys()
+    load_model(tmp_path / "many")
+    assert moepress.verify(tmp_path / "many").whole

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from moepress import __version__
+from moepress.budget import need, within
 from moepress.checkpoint.compact import compact_specs, save_compact
 from moepress.checkpoint.companions import copy_companions
 from moepress.checkpoint.folder import job_folder, output_folder
@@ -34,7 +35,8 @@ from moepress.checkpoint.vanilla import save_vanilla
 from moepress.command import compress_command
 from moepress.data.batches import calibration_batches, fingerprint_of
 from moepress.errors import MoepressError
-from moepress.fit import parse_size
+from moepress.fit import check_fit, parse_size
+from moepress.models.find import find_layers
 from moepress.models.weights import Weights
 from moepress.observe import Statistics
 from moepress.pipeline import Outcome, press
@@ -108,6 +110,7 @@ def compress(
     revision: str | None = None,
     max_shard_size: int | str = "5GB",
     resume: bool = False,
+    memory: int | str | None = None,
     **options: Any,
 ) -> Compressed:
     """Compress a model and, with `out`, write it.
@@ -117,7 +120,8 @@ def compress(
     and go over those of `recipe`. Saved `statistics` or an edited `plan` take the place of the stage that makes them.
 
     A folder or Hub model that is written to `out` is never in memory as a whole: its layers are read, worked on and
-    written one after the other. If that is interrupted, the same call with `resume` goes on where it was.
+    written one after the other. If that is interrupted, the same call with `resume` goes on where it was. `memory`
+    ("8GB") is what it may take; what cannot do with that is refused before any work.
     """
     made = prepare_recipe(recipe, calibration, options)
     saved_plan = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)
@@ -141,6 +145,8 @@ def compress(
     described = Path(name).name or "MODEL", compress_command(made, name or "MODEL", os.fspath(out), more)
     # Folders are made before anything is loaded, so that an output that cannot be written is refused at once.
     if isinstance(model, PreTrainedModel):
+        if memory is not None:
+            raise MoepressError("a model in memory takes what it takes: give the folder that it comes from")
         if resume:
             raise MoepressError("a model in memory cannot be resumed: give the folder that it comes from")
         with output_folder(out, overwrite=overwrite) as folder:
@@ -156,7 +162,7 @@ def compress(
             loaded, tokenizer, _ = open_source(home, tokenizer, device, trust_remote_code, None, paged=True)
             job = Job(folder, loaded, vanilla, shard_bytes(max_shard_size))
             job.same("job", what_decides(made, loaded, saved_statistics, saved_plan, max_shard_size))
-            result = _run(loaded, tokenizer, made, saved_statistics, saved_plan, job)
+            result = _run(loaded, tokenizer, made, saved_statistics, saved_plan, job, bytes_from(memory))
             with result.outcome.timed("write"), quiet():
                 ready, entries = job.assemble(result.outcome.specs)
                 copy_companions(home, ready)
@@ -169,6 +175,10 @@ def compress(
         note = f"the report could not be drawn ({type(error).__name__}: {error}); all else is complete"
         result.outcome.notes.append(note)
     return result
+
+
+def bytes_from(size: int | str | None) -> int | None:
+    return parse_size(size) if isinstance(size, str) else size
 
 
 def shard_bytes(size: int | str) -> int:
@@ -234,6 +244,7 @@ def _run(
     statistics: Statistics | None,
     plan: Plan | None,
     job: Job | None = None,
+    memory: int | None = None,
 ) -> Compressed:
     if compact_specs(model):
         raise MoepressError(COMPACT_ALREADY)
@@ -246,7 +257,14 @@ def _run(
             job.same("text", {"calibration text": fingerprint_of(made)})
         return made
 
-    outcome = press(model, recipe, batches, statistics=statistics, plan=plan, journal=job)
+    kept = recipe
+    if job is not None and memory is not None:
+        layers = find_layers(model)
+        check_fit(recipe, layers)
+        text = batches() if statistics is None or recipe.sequential or plan is None else None
+        kept = within(memory, recipe, need(recipe, layers, job.weights, text), layers)
+    outcome = press(model, kept, batches, statistics=statistics, plan=plan, journal=job)
+    outcome.recipe = recipe
     return Compressed(outcome, before, sizes_of(model))
 
 

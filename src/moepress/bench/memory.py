@@ -64,7 +64,7 @@ def config_of(shape: str, size: int) -> Any:
 
     if shape == "switch":  # switch-base-32 at 4 GB
         layers = max(2, 2 * round((size - 0.35e9) / 0.302e9 / 2))
-        return SwitchTransformersConfig(
+        return SwitchTransformersConfig(  # type: ignore[call-arg]
             d_model=768, d_kv=64, d_ff=3072, num_heads=12, num_experts=32, vocab_size=32128, num_layers=layers,
             num_decoder_layers=layers, num_sparse_encoder_layers=layers // 2, num_sparse_decoder_layers=layers // 2,
             decoder_start_token_id=0, dtype="bfloat16", expert_capacity=64,

@@ -28,7 +28,8 @@ from moepress.checkpoint.folder import INDEX, SINGLE, read_json
 from moepress.checkpoint.guard import NOTICE, compact_conversions
 from moepress.checkpoint.headers import read_headers
 from moepress.checkpoint.manifest import checksum
-from moepress.checkpoint.paging import PagedWeights, Part
+from moepress.checkpoint.mapping import Part
+from moepress.checkpoint.paging import PagedWeights
 from moepress.checkpoint.quantizer import FORMAT_VERSION
 from moepress.checkpoint.shards import Item, divided, write_file
 from moepress.checkpoint.vanilla import plain_skeleton

@@ -49,6 +49,9 @@ def compress(
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the model.")] = False,
     max_shard_size: Annotated[str, typer.Option(help="Of the output's files.")] = "5GB",
     overwrite: Annotated[bool, typer.Option(help="Replace an output folder that exists.")] = False,
+    memory: Annotated[
+        str | None, typer.Option(help="What it may take, such as 8GB; refused at once if that is not enough.")
+    ] = None,
     resume: Annotated[bool, typer.Option(help="Go on with the same command where it was interrupted.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Only say what would come out: sizes, time, memory.")] = False,
     as_json: Json = False,
@@ -98,6 +101,7 @@ def compress(
             revision=revision,
             max_shard_size=max_shard_size,
             resume=resume,
+            memory=memory,
             **options,
         )
     report = result.report() | {"folder": str(out)}

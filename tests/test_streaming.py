@@ -95,10 +95,21 @@ CASES = [
     *((name, "m-smoe") for name in ("switch_transformers", "gpt_oss", "deepseek_v3", "llama4", "ernie4_5_vl_moe")),
     *((name, "refit") for name in ("mixtral", "switch_transformers")),
 ]
+OFTEN = [
+    *(("qwen3_moe", method) for method in ("m-smoe", "vanilla", "refit")),
+    *((name, "m-smoe") for name in ("switch_transformers", "gpt_oss", "ernie4_5_vl_moe")),
+]
+"""The rest takes its time."""
 
 
-@pytest.mark.parametrize("name, method", CASES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name, method, dtype",
+    [
+        pytest.param(*case, dtype, marks=[] if case in OFTEN and dtype == torch.bfloat16 else pytest.mark.slow)
+        for case in CASES
+        for dtype in (torch.bfloat16, torch.float32)
+    ],
+)
 def test_the_output_is_that_of_a_model_in_memory(name: str, method: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = build(name).to(dtype)
     if model.config.is_encoder_decoder:

@@ -25,7 +25,7 @@ class Table:
 
 
 def write(
-    folder: Path, name: str, data: dict[str, Any], title: str, tables: Sequence[Table], draw: Callable[[Path], None]
+    folder: Path, name: str, data: dict[str, Any], title: str, tables: Sequence[Table], draw: Callable[[Path], object]
 ) -> list[Path]:
     """NAME.json, NAME.md and, with matplotlib, NAME.png. `data` says with which `command` it was made, and on which
     `machine`."""

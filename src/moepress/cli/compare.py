@@ -17,7 +17,7 @@ def compare(
     ],
     calibration: Annotated[str, typer.Option(help="As for compress.")],
     text: Annotated[str, typer.Option(help="Held-out text to judge by, as for --calibration.")],
-    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for compare.json, compare.md and compare.png.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for compare.json, .md, .html and the figure.")],
     keep: Annotated[str, typer.Option(help="Experts per layer, with commas: counts or fractions.")] = "0.75,0.5",
     seeds: Annotated[int, typer.Option(min=1, help="Compressions of each kind, on other samples of the text.")] = 1,
     format: Annotated[str | None, typer.Option(help="compact or vanilla. [default: what the method does best]")] = None,
@@ -62,7 +62,7 @@ def compare(
         return
     for table in tables_of(data):
         print_table(table.title, table.columns, table.rows, table.note)
-    typer.echo(f"Written to {out}")
+    typer.echo(f"Page: {out / 'compare.html'}")
 
 
 def parse_bits(text: str) -> int:

@@ -18,8 +18,9 @@ from moepress.api import open_source, prepare_recipe
 from moepress.bench.results import write
 from moepress.bench.timing import machine, machine_words
 from moepress.checkpoint.sizes import sizes_of
+from moepress.comparison.page import write_page
 from moepress.comparison.rounding import round_weights
-from moepress.comparison.tables import drawing, tables_of
+from moepress.comparison.tables import tables_of
 from moepress.data.batches import CalibrationData, calibration_batches
 from moepress.errors import MoepressError
 from moepress.evaluation import compare
@@ -90,8 +91,8 @@ class Run:
 
 
 def compare_methods(asked: Comparing, folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Write compare.json, compare.md and compare.png into `folder`. Rows that an earlier, interrupted comparison of
-    the same kind left there are not made again."""
+    """Write compare.json, .md and .html, and the figure as .svg, .png and .csv. Rows that an earlier, interrupted
+    comparison of the same kind left there are not made again."""
     folder = Path(folder)
     recipes = {method: recipe_of(method, asked) for method in asked.methods}
     runs = [run for keep in asked.keep for run in runs_at(f"keep {keep}", {"keep": keep}, recipes, asked)]
@@ -132,7 +133,14 @@ def compare_methods(asked: Comparing, folder: str | os.PathLike[str]) -> dict[st
                     runs.append(equal)
     carry_out(runs)
     data["rows"] = {run.name: data["rows"][run.name] for run in [*rounding, *runs]}
-    write(folder, FILE, data, f"Methods on {Path(asked.model).name}", tables_of(data), drawing(data))
+    write(
+        folder,
+        FILE,
+        data,
+        f"Methods on {Path(asked.model).name}",
+        tables_of(data),
+        lambda _: write_page(data, folder, FILE),
+    )
     return data
 
 

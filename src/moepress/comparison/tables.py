@@ -1,10 +1,8 @@
-"""What a comparison found, as tables and as a picture."""
+"""What a comparison found, as tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
@@ -95,36 +93,3 @@ def by_domain(data: dict[str, Any], name: str, title: str, domains: list[str]) -
             cells = [Spread([row["domains"][d][name] for row in found]).words(form) for d in domains]
             rows.append([method, size, *cells])
     return Table(f"{title} by domain", ["method", "size", *domains], rows)
-
-
-def drawing(data: dict[str, Any]) -> Callable[[Path], None]:
-    """Quality against size, one line a method, with the spread over seeds."""
-
-    def draw(file: Path) -> None:
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(8, 5), layout="constrained")
-        axes = figure.subplots()
-        lines: dict[str, list[tuple[float, Spread]]] = {}
-        for methods in by_size(data).values():
-            for method, found in methods.items():
-                point = over_seeds(found, "bytes").mean / 1e6, over_seeds(found, "kl")
-                lines.setdefault(method, []).append(point)
-        for method, points in lines.items():
-            points.sort(key=lambda point: point[0])
-            axes.errorbar(
-                [size for size, _ in points],
-                [spread.mean for _, spread in points],
-                yerr=[spread.deviation or 0.0 for _, spread in points],
-                marker="s" if method == "rounding" else "o",
-                linestyle=":" if method == "rounding" else "-",
-                capsize=3,
-                label="rounding to 4 or 8 bits" if method == "rounding" else method,
-            )
-        axes.axvline(data["original"]["bytes"] / 1e6, color="grey", linewidth=1, linestyle="--", label="original size")
-        axes.set(xlabel="weights, MB", ylabel="KL to the original, nats per token", yscale="log")
-        axes.legend(fontsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.savefig(file, dpi=150)
-
-    return draw

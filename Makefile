@@ -11,7 +11,7 @@ LATEST := .venv-latest
 run_tests = OMP_NUM_THREADS=$(THREADS) $(1)/bin/python -m pytest -n $(WORKERS) --durations=10 $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-latest lint format bench wheel clean
+.PHONY: help demo test test-slow test-latest lint format bench docs wheel clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -39,6 +39,9 @@ format: $(VENV)/.stamp ## let ruff tidy the code
 
 bench: $(VENV)/.stamp ## list the benchmarks; BENCH="FILE.py OPTIONS" runs one
 	@$(if $(BENCH),$(VENV)/bin/python benchmarks/$(BENCH),ls benchmarks)
+
+docs: $(VENV)/.stamp ## build the docs as a site, build/site/index.html
+	PYTHONPATH=src NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 wheel: $(VENV)/.stamp ## build dist/*.whl and dist/*.tar.gz
 	$(VENV)/bin/python -m build

@@ -1,0 +1,262 @@
+"""What the docs say about methods, options, families and measurements, made from the code and from benchmarks/results/.
+
+`<!-- generated: NAME -->` … `<!-- end -->` in a page holds what `BLOCKS[NAME]` returns: put in when the site is built
+(this file is a hook of MkDocs), and in README.md kept up to date with `python docs/hooks.py`; a test compares them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+BLOCK = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def table(columns: list[str], rows: list[list[str]]) -> str:
+    line = lambda cells: "| " + " | ".join(cells) + " |"  # noqa: E731
+    return "\n".join([line(columns), line(["---"] * len(columns)), *map(line, rows)])
+
+
+def summary(cls: Any) -> str:
+    return " ".join((cls.__doc__ or "").split())
+
+
+def paper(text: str) -> str:
+    """Addresses as links."""
+    return re.sub(r"(^|, )([^,]+), (https://[^,\s]+)", r"\1[\2](\3)", text)
+
+
+def shown(value: Any) -> str:
+    if value is None or value is dataclasses.MISSING:
+        return "–"
+    if isinstance(value, dict) and "name" in value:
+        rest = ", ".join(f"{k}: {v}" for k, v in value.items() if k != "name")
+        return f"`{value['name']}`" + (f" ({rest})" if rest else "")
+    return f"`{json.dumps(value) if isinstance(value, (bool, list, dict)) else value}`"
+
+
+# ---- from the registries ---------------------------------------------------------------------------------------------
+
+
+def methods() -> str:
+    from moepress.methods import METHODS
+
+    rows = []
+    for name, cls in METHODS:
+        form = "compact, redirect" if cls.defaults.get("router", "redirect") == "redirect" else "one row an expert"
+        rows.append([f"`{name}`", summary(cls), form, paper(cls.paper)])
+    return table(["`--method`", "what it does", "router", "paper"], rows)
+
+
+def method_details() -> str:
+    from moepress.methods import METHODS
+
+    parts = []
+    for name, cls in METHODS:
+        rows = [[f"`{key}`", shown(cls.defaults.get(key))] for key in sorted(cls.uses)]
+        parts += [f"### {name}", summary(cls) + f"\n\nPaper: {paper(cls.paper)}.", table(["entry", "default"], rows)]
+        for preset, entries in cls.presets.items():
+            said = ", ".join(f"`{key}: {json.dumps(value)}`" for key, value in entries.items())
+            parts.append(f"`--preset {preset}`: {said}")
+    return "\n\n".join(parts)
+
+
+def components() -> str:
+    from moepress.recipe import PLACES
+
+    parts = []
+    for place, registry in PLACES.items():
+        rows = []
+        for name, cls in registry:
+            fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+            parameters = ", ".join(f"`{field.name}={field.default!r}`" for field in fields)
+            rows.append([f"`{name}`", summary(cls), parameters or "–", paper(getattr(cls, "paper", "")) or "–"])
+        parts += [f"### {place}", table(["name", "what it does", "parameters", "paper"], rows)]
+    return "\n\n".join(parts)
+
+
+# ---- from the types of a recipe --------------------------------------------------------------------------------------
+
+
+def options() -> str:
+    from moepress.recipe import Recipe
+
+    return table(["entry", "type", "default", "what it is"], list(entries(Recipe)))
+
+
+def entries(model: Any, prefix: str = "") -> Iterator[list[str]]:
+    from pydantic import BaseModel
+
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if inspect.isclass(kind) and issubclass(kind, BaseModel):
+            yield from entries(kind, f"{prefix}{name}.")
+        elif dataclasses.is_dataclass(kind):
+            said = attribute_docs(kind)
+            for own in dataclasses.fields(kind):
+                yield [f"`{prefix}{name}.{own.name}`", type_of(own.type), shown(own.default), said.get(own.name, "")]
+        else:
+            default = field.default_factory() if field.default_factory else field.default
+            yield [f"`{prefix}{name}`", type_of(kind), shown(default), field.description or ""]
+
+
+def type_of(kind: Any) -> str:
+    text = (
+        kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind)) if inspect.isclass(kind) else str(kind)
+    )
+    text = text.replace("typing.", "").replace("NoneType", "None")
+    text = text.replace("str | dict[str, Any]", "component").replace("Literal", "one of ")
+    return "`" + text.replace("|", "or").replace(" or None", "") + "`"
+
+
+def attribute_docs(cls: type) -> dict[str, str]:
+    """The strings below the fields of a class."""
+    found = re.findall(r'^    (\w+):[^\n]*\n    """(.*?)"""', inspect.getsource(cls), re.DOTALL | re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
+
+
+def python() -> str:
+    import moepress
+
+    parts = []
+    for name in sorted(moepress.__all__):
+        thing = getattr(moepress, name)
+        if inspect.isfunction(thing):
+            parts += [
+                f"### {name}",
+                f"```text\n{name}{pretty(inspect.signature(thing))}\n```",
+                inspect.getdoc(thing) or "",
+            ]
+    return "\n\n".join(parts)
+
+
+def pretty(signature: inspect.Signature) -> str:
+    inside = ",\n    ".join(str(p).replace("transformers.modeling_utils.", "") for p in signature.parameters.values())
+    return f"(\n    {inside}\n) -> {signature.return_annotation!s}"
+
+
+# ---- families --------------------------------------------------------------------------------------------------------
+
+
+def families() -> str:
+    """Those that are tested, from the facts that were read off their tiny models."""
+    rows = re.findall(
+        r"^\| \*\*(\w+)\*\*<br>([^<|]+)<br>(\w+)", (ROOT / "docs/dev/families.md").read_text(), re.MULTILINE
+    )
+    layouts: dict[str, list[str]] = {}
+    for name, layout, _ in rows:
+        layouts.setdefault(layout.split(",")[0], []).append(f"`{name}`")
+    words = {
+        "fused": "experts in one tensor, as transformers stores most families",
+        "variant": "a storage or gating of their own",
+        "moduledict": "one module an expert",
+    }
+    listed = [[words.get(layout, layout), ", ".join(sorted(names))] for layout, names in layouts.items()]
+    return table([f"{len(rows)} families", "`model_type` or class"], listed)
+
+
+# ---- measurements ----------------------------------------------------------------------------------------------------
+
+
+def result(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def short(value: float) -> str:
+    """.158, and .0082 below a hundredth."""
+    return f"{value:.{3 if value >= 0.0095 else 4}f}".lstrip("0")
+
+
+MODELS = {
+    "qwen3moe-tiny": "32 experts top-4, skewed routing",
+    "olmoe": "64 experts top-8",
+    "deepseek": "32 + 1 shared, balanced",
+}
+VARIATIONS = {"hc-smoe, rows": "`hc-smoe`, one router row an expert"}
+"""Of methods in the results; others were research and are not shown."""
+KEPT = (0.75, 0.5)
+
+
+def kl() -> str:
+    """Of every comparison that was made on these models; what has not been measured stays empty."""
+    from moepress.methods import METHODS
+
+    names = {name: f"`{name}`" for name in METHODS.names()} | VARIATIONS
+    found: dict[str, dict[tuple[str, float], float]] = {}
+    commands: dict[str, str] = {}
+    for model in MODELS:
+        for file in sorted(RESULTS.glob(f"*/compare_{model}*.json"), key=lambda file: file.parent.name != "h200"):
+            saved = json.loads(file.read_text(encoding="utf-8"))
+            shown_here = [row for row in saved["rows"] if row["method"] in names and row["keep"] in KEPT]
+            for row in shown_here:
+                found.setdefault(row["method"], {}).setdefault((model, row["keep"]), row["kl"])
+            if shown_here:
+                commands.setdefault(
+                    saved["command"].replace(model, "MODEL"), f"`benchmarks/results/{file.parent.name}/`"
+                )
+    best = {
+        key: min(own[key] for own in found.values() if key in own)
+        for key in {key for own in found.values() for key in own}
+    }
+
+    def one(own: dict[tuple[str, float], float], key: tuple[str, float]) -> str:
+        return f"**{short(own[key])}**" if own[key] == best[key] else short(own[key])
+
+    rows = []
+    for method, own in sorted(found.items(), key=lambda item: -item[1].get(("qwen3moe-tiny", 0.5), 0.0)):
+        cells = [" / ".join(one(own, (model, keep)) for keep in KEPT if (model, keep) in own) for model in MODELS]
+        rows.append([names[method], *cells])
+    made = "\n".join(f"- `{command}`: {place}" for command, place in commands.items())
+    return table(["method", *MODELS.values()], rows) + f"\n\nMade by, with files in:\n\n{made}"
+
+
+def alignment() -> str:
+    """Of the whole switch-base-32 on one GPU, and of one matching on one CPU core."""
+    gpu, cpu = result("h200/align.json"), result("cpu/align.json")
+    whole = gpu["model"]["iid"]
+    seconds = whole["cost"] + whole["solve"]["median"]
+    ours = sorted(case["per_problem"]["solve"]["median"] for case in cpu["layer"].values())
+    scipy = sorted(case["per_problem"]["SciPy"]["median"] for case in cpu["layer"].values())
+    return (
+        f"Aligning the experts of a whole switch-base-32 ({whole['problems']} matchings of "
+        f"{gpu['settings']['hidden']} units) takes {seconds:.2g} s on an H200, costs included. "
+        f"One matching takes {1000 * ours[0]:.2g} to {1000 * ours[-1]:.2g} ms on a CPU core, where SciPy takes "
+        f"{scipy[0]:.2g} to {scipy[-1]:.2g} s. Each comes with a proof of how near it is to the best. "
+        "`moepress bench align`, files `benchmarks/results/*/align.md`."
+    )
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "methods": methods,
+    "method-details": method_details,
+    "components": components,
+    "options": options,
+    "python": python,
+    "families": families,
+    "kl": kl,
+    "alignment": alignment,
+}
+
+
+def fill(text: str) -> str:
+    return BLOCK.sub(lambda m: f"{m[1]}{BLOCKS[m[2]]()}\n{m[3]}", text)
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    return fill(markdown)
+
+
+if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    before = readme.read_text(encoding="utf-8")
+    after = fill(before)
+    readme.write_text(after, encoding="utf-8")
+    sys.exit(0)

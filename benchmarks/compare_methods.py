@@ -29,6 +29,27 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "frequency-pruning": {"method": "frequency-pruning"},
     "reap": {"method": "reap"},
     "reap-all": {"method": "reap-all"},
+    **{
+        f"{name}, uniform": {"method": method, "plan.budget": "uniform", **options}
+        for name, method, options in (
+            ("averaging", "averaging", {}),
+            ("git-rebasin", "git-rebasin", {}),
+            ("activation-matching", "git-rebasin", {"align.method": "activation-matching"}),
+            ("repair", "repair", {}),
+            ("zipit", "zipit", {}),
+            ("fisher", "fisher", {}),
+            ("repair by frequency", "repair", {"merge.operator": {"name": "repair", "weighted": "frequency"}}),
+            ("zipit by frequency", "zipit", {"merge.operator": {"name": "zipit", "weighted": "frequency"}}),
+            ("fisher by frequency", "fisher", {"merge.operator": {"name": "fisher", "weighted": "frequency"}}),
+            ("expert-gradient", "m-smoe", {"plan.similarity": "expert-gradient", "align.reference": "first"}),
+        )
+    },
+    **{
+        f"{method}, random groups": {"method": method, "preset": "paper-baselines"}
+        for method in ("averaging", "git-rebasin", "repair", "zipit")
+    },
+    "frequency-pruning, adaptive": {"method": "frequency-pruning", "preset": "paper"},
+    "task-specific": {"method": "task-specific"},
     "m-smoe, uniform, rows": {"method": "m-smoe", "plan.budget": "uniform", "router": "keep"},
     "m-smoe, uniform, redirect": {"method": "m-smoe", "plan.budget": "uniform"},
     "m-smoe": {"method": "m-smoe"},

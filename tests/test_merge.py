@@ -147,6 +147,27 @@ def test_repair_leaves_units_alone_that_do_not_vary():
     assert all(torch.isfinite(tensor).all() for tensor in merged.tensors().values())
 
 
+@pytest.mark.parametrize("weighted", ["uniform", "frequency"])
+def test_fisher_of_equal_information_is_the_average(weighted):
+    made = bank(3, bias=True)
+    merge = MERGES.create("fisher", weighted=weighted)
+    plan = one_group(3, [3.0, 2.0, 1.0], weighted)
+    expected = merge_layer(made, plan, MERGES.create(weighted), MATCHING, SCIPY).bank
+    for information in (0.0, 1e-20, 7.0):
+        fisher = made.map(lambda _, t, information=information: torch.full_like(t, information))
+        merged = merge_layer(made, plan, merge, MATCHING, SCIPY, evidence=Evidence(fisher=fisher)).bank
+        for name, tensor in merged.tensors().items():
+            assert torch.allclose(tensor, expected.tensors()[name], atol=1e-9)
+
+
+def test_fisher_follows_who_knows():
+    made = bank(2)
+    fisher = made.map(lambda _, t: torch.stack([torch.full_like(t[0], 1e-4), torch.full_like(t[1], 3e-4)]))
+    plan, nothing = one_group(2, [1, 1], "fisher"), ALIGNMENTS.create("none")
+    merged = merge_layer(made, plan, MERGES.create("fisher"), nothing, SCIPY, evidence=Evidence(fisher=fisher)).bank
+    assert torch.allclose(merged.up_EFD[0], 0.25 * made.up_EFD[0] + 0.75 * made.up_EFD[1], atol=1e-5)
+
+
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=6), st.sampled_from(MERGES.names()))
 def test_weights_add_up_and_never_vanish(usage, operator):
     weights = MERGES.create(operator).weights(usage)

@@ -25,6 +25,7 @@ def calibration(name: str, model, count: int = 2) -> list[CalibrationBatch]:
         keep = {"decoder": inputs["attention_mask"].bool()}
         if "decoder_input_ids" in inputs:
             keep = {"encoder": keep["decoder"], "decoder": torch.ones_like(inputs["decoder_input_ids"]).bool()}
+            inputs["labels"] = inputs["decoder_input_ids"].roll(-1, 1)
         batches.append(CalibrationBatch(inputs, keep))
     return batches
 

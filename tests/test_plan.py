@@ -38,6 +38,7 @@ def facts(index: int, counts: list[int], seed: int = 0, width: int = 6, groups: 
     statistics = {
         "usage": {"count": torch.tensor(counts, dtype=torch.float64), "tokens": torch.tensor([2.0]).double()},
         "router-gram": {"gram": logits_TE.T @ logits_TE},
+        "gradient-gram": {"gram": logits_TE[:9].T @ logits_TE[:9]},
         "features": {name: normal(experts, width).double().abs() for name in ("sum", "abs", "square")},
         "output-peak": {"power": torch.full((experts,), 2.0).double() ** 32},
         "gated-output": {"sum": normal(experts, width).double()},

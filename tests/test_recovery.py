@@ -8,9 +8,10 @@ from moepress.data import read_windows, window_batches
 from moepress.data.batches import answer_batches
 from moepress.errors import MoepressError
 from moepress.evaluation import compare
+from moepress.models.parameters import expert_parameters
 from moepress.recovery import RecoverOptions, TrainingHook, recover
 from moepress.recovery.loss import at_targets, distillation
-from moepress.recovery.parameters import expert_parameters, router_parameters
+from moepress.recovery.parameters import router_parameters
 from moepress.recovery.rows import rows_of, together
 
 from . import zoo

@@ -35,11 +35,11 @@ from moepress.checkpoint.vanilla import save_vanilla
 from moepress.command import compress_command
 from moepress.data.batches import calibration_batches, fingerprint_of
 from moepress.errors import MoepressError
-from moepress.fit import check_fit, parse_size
+from moepress.fit import check_fit, needs_gradients, needs_text, parse_size
 from moepress.models.find import find_layers
 from moepress.models.weights import Weights
 from moepress.observe import Statistics
-from moepress.pipeline import Outcome, press
+from moepress.pipeline import Outcome, planner_of, press
 from moepress.plan import Plan
 from moepress.recipe import Recipe, load_recipe, make_recipe
 from moepress.report import RECORDS, SIMILARITY, add_evaluation, clear, draw_report, records_beside, records_of
@@ -119,16 +119,16 @@ def compress(
     entries (`keep=8`, `method="m-smoe"`, `format="vanilla"`; dotted ones as `**{"plan.similarity": "router-weight"}`)
     and go over those of `recipe`. Saved `statistics` or an edited `plan` take the place of the stage that makes them.
 
-    A folder or Hub model that is written to `out` is never in memory as a whole: its layers are read, worked on and
-    written one after the other. If that is interrupted, the same call with `resume` goes on where it was. `memory`
-    ("8GB") is what it may take; what cannot do with that is refused before any work.
+    A folder or Hub model that is written to `out` is never in memory as a whole, unless gradients are needed: its
+    layers are read, worked on and written one after the other. If that is interrupted, the same call with `resume` goes
+    on where it was. `memory` ("8GB") is what it may take; what cannot do with that is refused before any work.
     """
     made = prepare_recipe(recipe, calibration, options)
     saved_plan = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)
     saved_statistics = (
         statistics if isinstance(statistics, Statistics) or statistics is None else Statistics.load(statistics)
     )
-    if saved_plan is None and saved_statistics is None and not made.calibration.source:
+    if not made.calibration.source and (needs_text(made) or (saved_plan is None and saved_statistics is None)):
         raise MoepressError("calibration text is missing: give calibration=FILE, a Hub dataset or a task")
     if out is None:
         loaded, tokenizer, _ = open_source(model, tokenizer, device, trust_remote_code, revision)
@@ -144,16 +144,26 @@ def compress(
     }
     described = Path(name).name or "MODEL", compress_command(made, name or "MODEL", os.fspath(out), more)
     # Folders are made before anything is loaded, so that an output that cannot be written is refused at once.
-    if isinstance(model, PreTrainedModel):
+    if isinstance(model, PreTrainedModel) or needs_gradients(made, planner_of(made).needs):
         if memory is not None:
-            raise MoepressError("a model in memory takes what it takes: give the folder that it comes from")
+            raise MoepressError(
+                "a model in memory takes what it takes: give the folder that it comes from"
+                if isinstance(model, PreTrainedModel)
+                else "gradients need the whole model in memory: leave memory out"
+            )
         if resume:
-            raise MoepressError("a model in memory cannot be resumed: give the folder that it comes from")
-        with output_folder(out, overwrite=overwrite) as folder:
-            result = _run(model, tokenizer, made, saved_statistics, saved_plan)
+            raise MoepressError(
+                "a model in memory cannot be resumed: give the folder that it comes from"
+                if isinstance(model, PreTrainedModel)
+                else "gradients need the whole model in memory, and such a run cannot be resumed: leave resume out"
+            )
+        place = None if isinstance(model, PreTrainedModel) else model
+        with output_folder(out, overwrite=overwrite, source=place) as folder:
+            whole, tokenizer, source = open_source(model, tokenizer, device, trust_remote_code, revision)
+            result = _run(whole, tokenizer, made, saved_statistics, saved_plan)
             with result.outcome.timed("write"), quiet():
                 save = save_vanilla if vanilla else save_compact
-                save(model, result.outcome.specs, folder, max_shard_size=max_shard_size)
+                save(whole, result.outcome.specs, folder, source=source, max_shard_size=max_shard_size)
             result.folder, (result.name, result.command) = Path(out), described
             write_records(result, folder, records if vanilla else folder / RECORDS)
     else:

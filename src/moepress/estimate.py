@@ -17,17 +17,20 @@ from moepress.align import Pair, match
 from moepress.api import open_source
 from moepress.checkpoint.sizes import human_size, predicted_sizes, sizes_of
 from moepress.data.batches import calibration_batches
-from moepress.fit import average_experts, check_fit, skipped_layers
+from moepress.fit import average_experts, check_fit, check_gradients, skipped_layers
 from moepress.models.find import find_layers
 from moepress.models.inputs import ExpertInputs
 from moepress.models.layer import CompactSpec, MoELayer
 from moepress.models.walk import CalibrationBatch, walk
-from moepress.observe import Statistics
+from moepress.observe import Statistics, from_gradients
 from moepress.pipeline import calibration_dtype, facts_of, planner_of
 from moepress.recipe import Recipe
 
 CARRIED = 3
 """Activations of one token that a waiting forward pass holds: residual, normed input, the block's output."""
+
+BACKWARD = 3
+"""Forward passes that a forward and backward pass take the time of."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,9 @@ def estimate(
     check_fit(recipe, layers)
     skipped = skipped_layers(recipe, loaded, layers)
     average = average_experts(recipe, loaded, layers, skipped)
-    counts = planner_of(recipe).check(facts_of(layers, Statistics(), recipe), skipped, average)
+    planner = planner_of(recipe)
+    counts = planner.check(facts_of(layers, Statistics(), recipe), skipped, average)
+    check_gradients(recipe, planner.needs, loaded, layers)
     form = "redirect" if recipe.router == "redirect" else "rows"
     shrunk = [layer for layer in layers if counts[layer.name] < layer.num_experts]
     specs = {layer.name: CompactSpec(layer.num_experts, counts[layer.name], form) for layer in shrunk}
@@ -79,9 +84,12 @@ def estimate(
     largest = max(layer.expert_parameters for layer in layers) * 4
     wide = calibration_dtype(recipe, layers[0].weights.device) is not None and loaded.dtype.itemsize == 2
     widened = 2 * before.bytes if wide else before.bytes
+    differentiated = bool(from_gradients(planner.needs)) + recipe.component("merge.operator").needs_fisher
+    gradients = 2 * 4 * sum(layer.expert_parameters for layer in layers) if differentiated else 0
     seconds = None
     if batches:
-        seconds = _one_pass(loaded, batches, layers, recipe) * len(batches) * (streams + recipe.sequential)
+        passes = streams + recipe.sequential + BACKWARD * differentiated
+        seconds = _one_pass(loaded, batches, layers, recipe) * len(batches) * passes
         if not recipe.component("plan.grouping").drops:
             merged_away = sum(spec.experts - spec.physical for spec in specs.values())
             seconds += _one_alignment(layers[0], recipe) * merged_away
@@ -92,7 +100,7 @@ def estimate(
         after.parameters,
         sum(counts[layer.name] for layer in layers if layer.name not in skipped) / (len(layers) - len(skipped)),
         seconds,
-        round(widened + carried + largest),
+        round(widened + carried + largest + gradients),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from moepress.checkpoint.sizes import expert_bytes, human_size, sizes_of
 from moepress.errors import MoepressError
 from moepress.models.layer import CompactSpec, MoELayer
 from moepress.models.weights import Weights
+from moepress.observe import check_differentiable, from_gradients
 from moepress.recipe import Recipe
 from moepress.registry import did_you_mean
 
@@ -54,6 +56,34 @@ def check_fit(recipe: Recipe, layers: list[MoELayer]) -> None:
             # Weights that wait in files are looked at when they are read.
             if not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
                 raise MoepressError(f"layer {layer.name!r}: {name} holds weights that are not finite")
+
+
+def needs_text(recipe: Recipe) -> bool:
+    """Whether text is needed even where the plan is given."""
+    operator, alignment = recipe.component("merge.operator"), recipe.component("align.method")
+    looks = operator.needs_visit or operator.needs_fisher or alignment.needs_visit
+    fits = recipe.component("refit.method").visits or recipe.component("refit.router").visits
+    return looks or fits or recipe.sequential
+
+
+def needs_gradients(recipe: Recipe, statistics: Iterable[str]) -> bool:
+    return bool(from_gradients(statistics)) or recipe.component("merge.operator").needs_fisher
+
+
+def check_gradients(recipe: Recipe, statistics: Iterable[str], model: nn.Module, layers: list[MoELayer]) -> None:
+    """Where something needs a pass with gradients: can there be one?"""
+    if not needs_gradients(recipe, statistics):
+        return
+    if recipe.sequential:
+        raise MoepressError(
+            "gradients need the whole model, which sequential compression changes layer by layer: use sequential=false"
+        )
+    if recipe.align.reference == "first" and recipe.component("align.method").needs_visit:
+        raise MoepressError(
+            "gradients are taken after the alignment to the first expert and activations are seen later: "
+            "use align.method=weight-matching, or align.reference=dominant"
+        )
+    check_differentiable(model, layers)
 
 
 def skipped_layers(recipe: Recipe, model: nn.Module, layers: list[MoELayer]) -> set[str]:

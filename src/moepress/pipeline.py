@@ -13,19 +13,21 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
+from moepress.align import Solution
 from moepress.errors import MoepressError
-from moepress.fit import average_experts, check_fit, skipped_layers
+from moepress.fit import average_experts, check_fit, check_gradients, needs_gradients, skipped_layers
 from moepress.journal import Finished, Journal, Observed
 from moepress.memory import high_water_mark
+from moepress.merge import Evidence
 from moepress.models.find import find_layers
 from moepress.models.layer import CompactSpec, ExpertBank, MoELayer
 from moepress.models.probe import probe
 from moepress.models.visit import CalibrationBatch, LayerVisit
 from moepress.models.walk import walk
-from moepress.observe import Statistics
+from moepress.observe import Statistics, from_gradients
 from moepress.plan import LayerFacts, LayerPlan, Plan, Planner
 from moepress.progress import track
-from moepress.rebuild import align_to_first, evidence_of, rebuild, tokens_wanted
+from moepress.rebuild import align_to_first, evidence_of, fisher_of, rebuild, tokens_wanted
 from moepress.recipe import Recipe
 from moepress.refit import Refit
 from moepress.trial import Damage, attempt, split
@@ -55,6 +57,10 @@ class Outcome:
     """By layer, the relative squared error of its output on its inputs, where those were at hand."""
     memory: dict[str, int] = field(default_factory=dict)
     """The most memory in bytes since the start, as it stood at the end of each stage."""
+    aligned: dict[str, list[Solution]] = field(default_factory=dict)
+    """Alignments to the first expert that were made before gradients were taken, by layer."""
+    fisher: dict[str, ExpertBank] = field(default_factory=dict)
+    """Diagonal Fisher information of the layers that wait to be merged, where the operator wants it."""
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -104,6 +110,7 @@ def press(
     planner, refit = planner_of(recipe), recipe.component("refit.method")
     router = recipe.component("refit.router")
     planner.check(facts_of(layers, Statistics(), recipe), skipped, average)
+    check_gradients(recipe, planner.needs, model, layers)
     if statistics is not None:
         check_statistics(statistics, layers, planner, recipe)
     weights = layers[0].weights
@@ -111,12 +118,20 @@ def press(
     outcome = Outcome(model, recipe, Plan(layers=()), statistics or Statistics(), {})
     scores: dict[str, torch.Tensor] = {}
 
+    if needs_gradients(recipe, planner.needs) and recipe.align.reference == "first":
+        with outcome.timed("align"):  # gradients are in the unit order that the experts have when they are taken
+            outcome.aligned = {layer.name: align_to_first(layer, recipe) for layer in track(layers, "align")}
+
     if plan is None and statistics is None and not (recipe.sequential and planner.budget.one_count):
         with outcome.timed("observe"), weights.widened(calibration_dtype(recipe, weights.device)):
             scores = observe(layers, batches, planner, skipped, outcome, journal)
 
     with outcome.timed("plan"):
         counts = {} if plan else planner.counts(facts_of(layers, outcome.statistics, recipe), skipped, average, scores)
+    if recipe.component("merge.operator").needs_fisher:
+        with outcome.timed("gradients"), weights.widened(calibration_dtype(recipe, weights.device)):
+            merged = [layer for layer in layers if not stays_whole(layer, counts, plan)]
+            outcome.fisher = fisher_of(model, merged, batches())
     if recipe.sequential or refit.visits or router.visits or tokens_wanted(recipe):
         widened = weights.widened(calibration_dtype(recipe, weights.device))
         with outcome.timed("merge"), stored_dtypes(layers) as stored, widened:
@@ -147,10 +162,13 @@ def observe(
     """Gather the statistics of all layers; returns the scores that can only be made while a layer is visited."""
     known = {layer.name: found for layer in layers if (found := journal.observed(layer)) is not None}
     if len(known) < len(layers):
+        if from_gradients(planner.needs):
+            outcome.statistics.gather_gradients(outcome.model, layers, batches(), planner.needs)
         for visit in track(walk(outcome.model, batches(), layers=layers), "observe", len(layers)):
             layer = visit.layer
             if layer.name not in known:
-                found = Observed(outcome.statistics.gather(visit, planner.needs))
+                outcome.statistics.gather(visit, planner.needs)
+                found = Observed(outcome.statistics.layers[layer.name])
                 if planner.saliency.needs_visit and layer.name not in skipped:
                     found.score_E = planner.score(facts_of(visit, outcome.statistics, outcome.recipe)[0])
                 journal.note(layer, found)
@@ -186,15 +204,28 @@ def finish_unseen(
     layer: MoELayer, planner: Planner, counts: dict[str, int], plan: Plan | None, outcome: Outcome
 ) -> Finished:
     recipe = outcome.recipe
-    whole = counts.get(layer.name) == layer.num_experts or (plan is not None and plan.of(layer.name).untouched)
-    aligned = None if whole else align_to_first(layer, recipe)
+    aligned = align(layer, counts, plan, outcome)
     if plan is not None:
         chosen = plan.of(layer.name)
     else:
         chosen = planner.layer(facts_of([layer], outcome.statistics, recipe)[0], counts[layer.name])
-    done = rebuild(layer, chosen, recipe, aligned)
+    done = rebuild(layer, chosen, recipe, aligned, Evidence(fisher=outcome.fisher.pop(layer.name, None)))
     done.similarity_EE = planner.found.get(layer.name)
     return done
+
+
+def align(
+    layer: MoELayer, counts: dict[str, int], plan: Plan | None, outcome: Outcome, visit: LayerVisit | None = None
+) -> list[Solution]:
+    """To the first expert, if the recipe wants that and it has not been done."""
+    if outcome.recipe.align.reference != "first" or stays_whole(layer, counts, plan):
+        return []
+    known = outcome.aligned.pop(layer.name, None)
+    return align_to_first(layer, outcome.recipe, visit) if known is None else known
+
+
+def stays_whole(layer: MoELayer, counts: dict[str, int], plan: Plan | None) -> bool:
+    return counts.get(layer.name) == layer.num_experts or (plan is not None and plan.of(layer.name).untouched)
 
 
 def rebuild_visited(
@@ -244,19 +275,19 @@ def finish_visited(
 ) -> Finished:
     layer, recipe = visit.layer, outcome.recipe
     gathered = outcome.statistics.gather(visit, planner.needs) if plan is None and recipe.sequential else {}
-    whole = counts.get(layer.name) == layer.num_experts or (plan is not None and plan.of(layer.name).untouched)
-    aligned = None if whole else align_to_first(layer, recipe, visit)
+    aligned = align(layer, counts, plan, outcome, visit)
+    fisher = outcome.fisher.pop(layer.name, None)
     picked, refitted = None, True
     if plan is not None:
         chosen = plan.of(layer.name)
     else:
         facts = facts_of(visit, outcome.statistics, recipe)[0]
-        chosen, refitted, picked = pick(visit, planner.candidates(facts, counts[layer.name]), refit, recipe)
+        chosen, refitted, picked = pick(visit, planner.candidates(facts, counts[layer.name]), refit, recipe, fisher)
     router = recipe.component("refit.router")
     damage = None if chosen.untouched else Damage(visit)
     outputs = refit.remember(visit) if refitted and not chosen.untouched else {}
     logits = router.remember(visit) if not chosen.untouched else {}
-    done = rebuild(layer, chosen, recipe, aligned, evidence_of(visit, chosen, recipe))
+    done = rebuild(layer, chosen, recipe, aligned, evidence_of(visit, chosen, recipe, fisher))
     if damage is not None:
         visit.changed()
         if router.visits:
@@ -270,7 +301,7 @@ def finish_visited(
 
 
 def pick(
-    visit: LayerVisit, plans: dict[str, LayerPlan], refit: Refit, recipe: Recipe
+    visit: LayerVisit, plans: dict[str, LayerPlan], refit: Refit, recipe: Recipe, fisher: ExpertBank | None
 ) -> tuple[LayerPlan, bool, str | None]:
     """Of several plans the one that leaves the smallest error on held-out batches, whether its refit helps there, and
     its name. One plan alone is not tried."""
@@ -279,7 +310,7 @@ def pick(
     fit, held = split(visit)
     tried = {}
     for name, plan in plans.items():
-        carry_out = partial(rebuild, plan=plan, recipe=recipe, evidence=evidence_of(visit, plan, recipe))
+        carry_out = partial(rebuild, plan=plan, recipe=recipe, evidence=evidence_of(visit, plan, recipe, fisher))
         tried[name] = attempt(visit, carry_out, refit, fit, held)
     name = min(tried, key=lambda name: tried[name].best)
     return plans[name], tried[name].refitted <= tried[name].plain, name

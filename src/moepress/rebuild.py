@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from moepress.align import ALIGNMENTS, Alignment, Solution, align_bank, kinds
 from moepress.errors import MoepressError
 from moepress.fit import parse_size
 from moepress.journal import Finished
-from moepress.merge import Evidence, merge_layer, router_rows
+from moepress.merge import Evidence, install, merge_layer
 from moepress.models.inputs import sample_inputs
-from moepress.models.layer import CompactSpec, MoELayer
-from moepress.models.visit import LayerVisit
+from moepress.models.layer import ExpertBank, MoELayer
+from moepress.models.visit import CalibrationBatch, LayerVisit
+from moepress.observe import Fisher, gather_gradients
 from moepress.plan import LayerPlan
 from moepress.recipe import Recipe
 
 
-def align_to_first(layer: MoELayer, recipe: Recipe, visit: LayerVisit | None = None) -> list[Solution] | None:
-    """Every expert in the unit order of the layer's first, if the recipe wants that; what the layer computes does not
-    change."""
-    if recipe.align.reference != "first":
-        return None
+def align_to_first(layer: MoELayer, recipe: Recipe, visit: LayerVisit | None = None) -> list[Solution]:
+    """Every expert in the unit order of the layer's first; what the layer computes does not change."""
     method, solver, memory = recipe.component("align.method"), recipe.component("align.solver"), recipe.align.memory
     inputs = None
     if method.needs_visit and visit is not None:
@@ -43,8 +43,15 @@ def tokens_wanted(recipe: Recipe) -> int:
     return max(part.tokens if part.needs_visit else 0 for part in parts)
 
 
-def evidence_of(visit: LayerVisit, plan: LayerPlan, recipe: Recipe) -> Evidence:
-    return Evidence.of(visit, plan, tokens_wanted(recipe), recipe.seed)
+def evidence_of(visit: LayerVisit, plan: LayerPlan, recipe: Recipe, fisher: ExpertBank | None) -> Evidence:
+    return replace(Evidence.of(visit, plan, tokens_wanted(recipe), recipe.seed), fisher=fisher)
+
+
+def fisher_of(model: torch.nn.Module, layers: list[MoELayer], batches: list[CalibrationBatch]) -> dict[str, ExpertBank]:
+    """By layer, in one pass: as much memory as their experts take in float32, until each is merged."""
+    sums = {layer.name: Fisher() for layer in layers}
+    gather_gradients(model, layers, batches, {name: [total] for name, total in sums.items()})
+    return {name: total.bank for name, total in sums.items() if total.bank is not None}
 
 
 @torch.no_grad()
@@ -62,18 +69,7 @@ def rebuild(
     operator, solver = recipe.component("merge.operator"), recipe.component("align.solver")
     memory = parse_size(recipe.align.memory)
     merged = merge_layer(layer.bank, plan, operator, group_alignment(recipe), solver, memory, evidence)
-    rows = router_rows(layer.router, plan) if plan.router != "redirect" else {}
-    spec = CompactSpec(
-        plan.experts, plan.physical, "redirect" if plan.router == "redirect" else "rows", recipe.capacity
-    )
-    layer.adapter.reshape(layer.block, spec)
-    layer.adapter.write_bank(layer.block, merged.bank)
-    if plan.router == "redirect":
-        expert_map = layer.adapter.expert_map(layer.block)
-        assert expert_map is not None
-        expert_map.copy_(torch.tensor(plan.expert_map()))
-    else:
-        layer.adapter.write_router(layer.block, rows)
+    spec = install(layer, plan, merged.bank, recipe.capacity)
     solutions = [*(aligned or []), *merged.solutions]
     gap = max((solution.gap for solution in solutions), default=0.0)
     return Finished(plan, spec, gap=gap, solved=kinds(solutions))

@@ -50,6 +50,7 @@ def weights_stay_in_files(files: TensorFiles) -> Iterator[None]:
 
 
 class PagedWeights(Weights):
+    resident = False
     model: PreTrainedModel
 
     def __init__(

@@ -35,6 +35,10 @@ class Merging(Method):
     }
 
 
+RANDOM_GROUPS = {"plan.saliency": "random", "plan.similarity": "random", "plan.budget": "uniform"}
+"""As the paper's baselines were run: any expert leads, any joins, and every layer keeps the same number."""
+
+
 @METHODS.register("m-smoe")
 class MSMoE(Merging):
     """Merge every expert into the dominant expert that the router treats most alike, aligned and weighted by usage;
@@ -44,4 +48,5 @@ class MSMoE(Merging):
     presets = {
         # Algorithm 1 of the paper aligns every expert to expert 1 before anything is grouped.
         "paper": {"align.reference": "first"},
+        "paper-baselines": RANDOM_GROUPS,
     }

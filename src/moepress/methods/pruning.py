@@ -34,3 +34,14 @@ class FrequencyPruning(Pruning):
 
     paper = "MC-SMoE, https://arxiv.org/abs/2310.01334"
     defaults = Pruning.defaults | {"plan.saliency": "frequency", "sequential": False}
+    # The paper's pruning in one shot: all but the dominant experts go, and layers that use more keep more.
+    presets = {"paper": {"plan.budget": "adaptive"}}
+
+
+@METHODS.register("task-specific")
+class TaskSpecificPruning(Pruning):
+    """Drop experts step by step while the text goes by, by how little the router still uses them: the form without
+    training, layer after layer. While a model trains, `moepress.prune.ProgressivePruning` does it."""
+
+    paper = "Task-specific expert pruning, https://arxiv.org/abs/2206.00277"
+    defaults = Pruning.defaults | {"plan.saliency": "progressive"}

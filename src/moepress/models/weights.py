@@ -25,6 +25,9 @@ MARK = "_moepress_weights"
 class Weights:
     """All in memory: nothing has to be done."""
 
+    resident = True
+    """Whether they are all in memory at a time, as a backward pass needs them."""
+
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from moepress.errors import MoepressError
 from moepress.models.layer import MoELayer
-from moepress.models.visit import LayerVisit
+from moepress.models.visit import CalibrationBatch, LayerVisit
+from moepress.observe.gradients import GradientStatistic, from_gradients, gather_gradients
 from moepress.observe.statistic import STATISTICS, LayerShape, Statistic
 
 FORMAT_VERSION = 1
@@ -28,22 +29,47 @@ class Statistics:
         self.layers = layers or {}
 
     def gather(self, visit: LayerVisit, names: Iterable[str]) -> dict[str, Statistic]:
-        """Run one layer's batches through the named statistics."""
+        """Run one layer's batches through the named statistics, those from gradients left out."""
         layer = visit.layer
         shape = LayerShape.of(layer)
-        gathered = {name: STATISTICS.create(name, shape=shape) for name in names}
+        gathered = {name: STATISTICS.create(name, shape=shape) for name in names if not from_gradients([name])}
         # Some families have to copy their experts together for it.
         bank: Any = layer.bank if any(statistic.runs_experts for statistic in gathered.values()) else None
         for batch in visit.batches():
             for statistic in gathered.values():
                 enough = statistic.sampled and -(-statistic.sampled // len(visit))
                 statistic.update(batch.thinned(enough) if enough else batch, bank)
+        self._take(layer, gathered)
+        return gathered
+
+    def gather_gradients(
+        self,
+        model: torch.nn.Module,
+        layers: list[MoELayer],
+        batches: list[CalibrationBatch],
+        names: Iterable[str],
+    ) -> None:
+        """One pass with gradients for those of the named statistics that need it, of all layers."""
+        gathered = {
+            layer.name: {name: STATISTICS.create(name, shape=LayerShape.of(layer)) for name in from_gradients(names)}
+            for layer in layers
+        }
+        sums = {
+            layer: [statistic for statistic in made.values() if isinstance(statistic, GradientStatistic)]
+            for layer, made in gathered.items()
+        }
+        gather_gradients(model, layers, batches, sums)
+        for layer in layers:
+            for statistic in sums[layer.name]:
+                statistic.finish()
+            self._take(layer, gathered[layer.name])
+
+    def _take(self, layer: MoELayer, gathered: Mapping[str, Statistic]) -> None:
         for name, statistic in gathered.items():
             for key, value in statistic.sums.items():
                 if not torch.isfinite(value).all():
                     raise MoepressError(f"layer {layer.name!r}: {name}.{key} is not finite; check the model's weights")
-        self.layers[layer.name] = gathered
-        return gathered
+        self.layers.setdefault(layer.name, {}).update(gathered)
 
     def of(self, layer: MoELayer | str, name: str) -> dict[str, Tensor]:
         """The sums of one statistic of one layer."""
@@ -57,6 +83,8 @@ class Statistics:
         """The statistics of both calibration runs together."""
         if self._header() != other._header():
             raise MoepressError("statistics of different models, or of different kinds, cannot be merged")
+        if single := from_gradients({name for gathered in self.layers.values() for name in gathered}):
+            raise MoepressError(f"{single[0]} is of one run over all text: statistics with it cannot be merged")
         merged = Statistics.from_header(self._header())
         for layer, name, key, total in merged._each():
             total.copy_(self.of(layer, name)[key] + other.of(layer, name)[key])

@@ -17,12 +17,13 @@ from moepress.errors import MoepressError
 from moepress.evaluation.logits import check_same_vocabulary
 from moepress.evaluation.precision import in_dtype
 from moepress.models.implementation import quickest_experts
+from moepress.models.parameters import only_training
 from moepress.models.walk import CalibrationBatch, without_cache
 from moepress.progress import track
 from moepress.recovery.hook import TrainingHook
 from moepress.recovery.loss import all_finite, at_targets, cross_entropy, distillation
 from moepress.recovery.options import RecoverOptions, RecoverReport
-from moepress.recovery.parameters import Kept, checkpointed, only_training, trained_parameters
+from moepress.recovery.parameters import Kept, checkpointed, trained_parameters
 from moepress.recovery.rows import Order, Row, digest, held_apart, rows_of, silent, targets, together
 from moepress.recovery.setup import make_accelerator, reported, shares, start_trackers
 from moepress.recovery.state import Progress, SavedState, check_state

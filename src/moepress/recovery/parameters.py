@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from moepress.errors import MoepressError, UnsupportedModel
 from moepress.models.find import find_layers
 from moepress.models.layer import MoELayer
+from moepress.models.parameters import expert_parameters
 from moepress.models.taps import replaced
 
 
@@ -36,39 +37,9 @@ def trained_parameters(model: nn.Module, train: str) -> list[nn.Parameter]:
     return list({id(parameter): parameter for parameter in chosen}.values())
 
 
-def expert_parameters(layer: MoELayer) -> list[nn.Parameter]:
-    experts = getattr(layer.block, "experts", None)
-    if isinstance(experts, nn.Module):
-        return list(experts.parameters())
-    # Experts that stand in the block itself: the parameters that the canonical bank is a view of.
-    owned = {tensor.untyped_storage().data_ptr() for tensor in layer.adapter.expert_tensors(layer.block)}
-    found = [p for p in layer.block.parameters() if p.untyped_storage().data_ptr() in owned]
-    if not found:
-        raise UnsupportedModel(f"the expert weights of layer {layer.name!r} cannot be trained by themselves")
-    return found
-
-
 def router_parameters(layer: MoELayer) -> list[nn.Parameter]:
     own = dict(layer.block.named_parameters())
     return [own[path] for path in layer.router.tensors if path in own]
-
-
-@contextmanager
-def only_training(model: nn.Module, chosen: list[nn.Parameter]) -> Iterator[None]:
-    """Gradients for the chosen parameters and no others; afterwards as it was."""
-    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    training, wanted = model.training, {id(parameter) for parameter in chosen}
-    for parameter, _ in before:
-        parameter.requires_grad_(id(parameter) in wanted)
-    # No dropout and no router jitter: the student is compared with a teacher that has none.
-    model.eval()
-    try:
-        yield
-    finally:
-        for parameter, required in before:
-            parameter.grad = None
-            parameter.requires_grad_(required)
-        model.train(training)
 
 
 @contextmanager

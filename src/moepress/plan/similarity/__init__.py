@@ -2,6 +2,7 @@
 
 from moepress.plan.similarity import (  # noqa: F401 - registration
     expert_feature,
+    expert_gradient,
     expert_weight,
     expert_weight_feature,
     gated_output,

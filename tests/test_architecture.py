@@ -36,7 +36,7 @@ evaluation
 recovery
 methods
 recipe
-fit trial command
+fit trial command planning
 rebuild
 pipeline
 budget

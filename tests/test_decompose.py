@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 from typing import Any
 
@@ -16,10 +17,11 @@ from moepress.checkpoint.load import load_model
 from moepress.data import window_batches
 from moepress.decompose import GradualPruning, Importance, Schedule
 from moepress.decompose.importance import factored_matrices, strongest_slices
-from moepress.decompose.layer import factor_layer
+from moepress.decompose.layer import factor_layer, prune_layer
 from moepress.decompose.low_rank import low_rank
 from moepress.decompose.moments import input_moments
 from moepress.decompose.one_shot import one_shot
+from moepress.decompose.refit import refit_layer, solve
 from moepress.decompose.stable_rank import stable_rank, stable_ranks
 from moepress.errors import MoepressError
 from moepress.hook import TrainingHook
@@ -355,3 +357,81 @@ def test_what_cannot_be_pruned() -> None:
     hook = GradualPruning(model, Schedule(0.1, 10))
     with pytest.raises(MoepressError, match="no gradient"):
         hook.finish()
+
+
+# ---- solving again -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("along", ["columns", "rows"])
+@pytest.mark.parametrize("kept", [[], [0, 5], list(range(8)), list(range(10))], ids=len)
+@pytest.mark.parametrize("whiten", [False, True])
+def test_nothing_nearer_has_this_rank_and_keeps_these(along: str, kept: list[int], whiten: bool) -> None:
+    """Against a long descent from another start, which may choose all of U, V and the kept part of S."""
+    draw = torch.Generator().manual_seed(0)
+    w_OI = torch.randn(12, 10, generator=draw)
+    x = torch.randn(300, 10, generator=draw) @ torch.randn(10, 10, generator=draw)
+    moment = x.T @ x / 300 if whiten else None
+    root = torch.eye(10) if moment is None else torch.linalg.cholesky(moment)
+
+    def whole(u: torch.Tensor, v: torch.Tensor, s_K: torch.Tensor) -> torch.Tensor:
+        made = u @ v
+        if along == "columns":
+            return made.index_add(1, torch.tensor(kept, dtype=torch.long), s_K.T)
+        return made.index_add(0, torch.tensor(kept, dtype=torch.long), s_K)
+
+    def error(*parts: torch.Tensor) -> torch.Tensor:
+        return ((w_OI - whole(*parts)) @ root).square().sum()
+
+    solved = solve(w_OI, torch.tensor(kept, dtype=torch.long), 3, along, moment)
+    found = float(error(*solved))
+    assert solved[0].shape == (12, 3) and solved[1].shape == (3, 10)
+    parts = [(p + 0.3 * torch.randn(p.shape, generator=draw)).contiguous() for p in solved]
+    for part in parts:
+        part.requires_grad_()
+    optimizer = torch.optim.LBFGS(parts, max_iter=300, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = error(*parts)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)  # type: ignore[arg-type]
+    assert found <= float(error(*parts).detach()) * 1.02 + 1e-5  # the ridge costs a little
+
+
+@pytest.mark.parametrize("along", ["columns", "rows"])
+def test_a_refitted_layer_is_nearer_to_the_whole_one(along: str) -> None:
+    """With equal columns kept, on the text that it was solved for; and what was kept is what is stored."""
+    from .families import calibration
+
+    model = zoo.build("qwen3_moe")
+    (layer, *_) = find_layers(model)
+    spec = factor_layer(layer, CompactSpec(8, 8, "rows"), 4, along)
+    batches = [calibration(model, "qwen3_moe", seed, batch=8, length=24) for seed in range(4)]
+    factors = layer.adapter.factors(layer.block)
+    assert factors is not None
+    draw = torch.Generator().manual_seed(0)
+    kept = {name: torch.rand(len(m.index), generator=draw) < 0.2 for name, m in factors.matrices().items()}
+    whole: dict[int, torch.Tensor] = {}
+    errors = {}
+    for way in ("whole", "pruned", "plain", "whitened"):
+        other = copy.deepcopy(layer.block)
+        mine = dataclasses.replace(layer, block=other)
+        errors[way] = 0.0
+        for visit in walk(model, batches, layers=[layer]):
+            moments = input_moments(visit) if way == "whitened" else None
+            if way == "pruned":
+                made = prune_layer(mine, spec, kept)
+            elif way != "whole":
+                made = refit_layer(mine, spec, kept, moments)
+            beside = visit.beside(other, visit.numbers)
+            for i, (_, output_TD) in enumerate(beside.batches_with_output()):
+                whole.setdefault(i, output_TD)
+                errors[way] += float((output_TD - whole[i]).square().sum())
+        if way != "whole":
+            own = mine.adapter.factors(other)
+            assert own is not None and own.shape() == made.factors
+            assert all(len(m.index) == int(kept[name].sum()) for name, m in own.matrices().items())
+    assert errors["whole"] == 0
+    assert errors["whitened"] < 0.9 * errors["plain"] and errors["plain"] < errors["pruned"]

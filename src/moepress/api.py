@@ -34,8 +34,9 @@ from moepress.checkpoint.sizes import Sizes, sizes_of
 from moepress.checkpoint.vanilla import save_vanilla
 from moepress.command import compress_command
 from moepress.data.batches import calibration_batches, fingerprint_of
+from moepress.decompose.stable_rank import mean_ranks
 from moepress.errors import MoepressError
-from moepress.fit import check_fit, needs_gradients, needs_text, parse_size
+from moepress.fit import check_fit, needs_text, needs_whole, parse_size
 from moepress.models.find import find_layers
 from moepress.models.weights import Weights
 from moepress.observe import Statistics
@@ -86,6 +87,11 @@ class Compressed:
             "alignment_gap": outcome.gaps,
             "output_error": outcome.output_error,
             "picked": outcome.picked,
+            "stable_rank": {
+                name: {when: mean_ranks(ranks) for when, ranks in both.items()}
+                for name, both in outcome.stable_ranks.items()
+            },
+            "remaining": outcome.remaining,
             "notes": outcome.notes,
             "alignments": dict(sorted(outcome.solved.items())),
             "seconds": {stage: round(seconds, 3) for stage, seconds in outcome.seconds.items()},
@@ -128,7 +134,7 @@ def compress(
     saved_statistics = (
         statistics if isinstance(statistics, Statistics) or statistics is None else Statistics.load(statistics)
     )
-    if not made.calibration.source and (needs_text(made) or (saved_plan is None and saved_statistics is None)):
+    if not made.calibration.source and (needs_text(made) or not (saved_plan or saved_statistics or made.keeps_all)):
         raise MoepressError("calibration text is missing: give calibration=FILE, a Hub dataset or a task")
     if out is None:
         loaded, tokenizer, _ = open_source(model, tokenizer, device, trust_remote_code, revision)
@@ -144,7 +150,7 @@ def compress(
     }
     described = Path(name).name or "MODEL", compress_command(made, name or "MODEL", os.fspath(out), more)
     # Folders are made before anything is loaded, so that an output that cannot be written is refused at once.
-    if isinstance(model, PreTrainedModel) or needs_gradients(made, planner_of(made).needs):
+    if isinstance(model, PreTrainedModel) or needs_whole(made, planner_of(made).needs):
         if memory is not None:
             raise MoepressError(
                 "a model in memory takes what it takes: give the folder that it comes from"
@@ -292,6 +298,8 @@ def write_records(
         save_file(
             {name: matrix.contiguous() for name, matrix in result.outcome.similarity.items()}, folder / SIMILARITY
         )
+    if result.outcome.stable_ranks:
+        (folder / "stable_rank.json").write_text(json.dumps(result.outcome.stable_ranks, indent=1) + "\n")
     (folder / "report.json").write_text(json.dumps(result.report(), indent=1) + "\n")
     write_manifest(checkpoint, folder, known)
 
@@ -321,7 +329,8 @@ def export(
     """Write a compact checkpoint as a vanilla one, for any engine that loads the original.
 
     A layer that redirects has more router rows than experts, which no vanilla checkpoint can say: `duplicate` writes
-    each original expert in full again (exact, and as large as the original).
+    each original expert in full again (exact, and as large as the original). Decomposed matrices are multiplied out,
+    to the size of whole ones.
     """
     with output_folder(out, overwrite=overwrite, source=model) as folder:
         loaded = load_model(model)

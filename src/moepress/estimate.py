@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from moepress.align import Pair, match
 from moepress.api import open_source
 from moepress.checkpoint.sizes import human_size, predicted_sizes, sizes_of
 from moepress.data.batches import calibration_batches
+from moepress.decompose.options import shape_so_far
 from moepress.fit import average_experts, check_fit, check_gradients, skipped_layers
 from moepress.models.find import find_layers
 from moepress.models.inputs import ExpertInputs
@@ -68,11 +69,17 @@ def estimate(
     skipped = skipped_layers(recipe, loaded, layers)
     average = average_experts(recipe, loaded, layers, skipped)
     planner = planner_of(recipe)
-    counts = planner.check(facts_of(layers, Statistics(), recipe), skipped, average)
+    counts = {layer.name: layer.num_experts for layer in layers}
+    if not recipe.keeps_all:
+        counts = planner.check(facts_of(layers, Statistics(), recipe), skipped, average)
     check_gradients(recipe, planner.needs, loaded, layers)
     form = "redirect" if recipe.router == "redirect" else "rows"
     shrunk = [layer for layer in layers if counts[layer.name] < layer.num_experts]
     specs = {layer.name: CompactSpec(layer.num_experts, counts[layer.name], form) for layer in shrunk}
+    if (decomposition := recipe.decomposition()) is not None:
+        for layer in (layer for layer in layers if layer.name not in skipped):
+            spec = shape_so_far(layer, specs, recipe.capacity)
+            specs[layer.name] = replace(spec, factors=decomposition.expected(layer.bank, spec.physical))
     before, after = sizes_of(loaded), predicted_sizes(loaded, specs)
     batches: list[CalibrationBatch] = []
     if recipe.calibration.source:
@@ -86,9 +93,13 @@ def estimate(
     widened = 2 * before.bytes if wide else before.bytes
     differentiated = bool(from_gradients(planner.needs)) + recipe.component("merge.operator").needs_fisher
     gradients = 2 * 4 * sum(layer.expert_parameters for layer in layers) if differentiated else 0
+    if decomposition is not None:  # S and its gradients
+        gradients += 2 * 4 * sum(layer.expert_parameters for layer in layers)
     seconds = None
     if batches:
-        passes = streams + recipe.sequential + BACKWARD * differentiated
+        passes = 0 if recipe.keeps_all else streams + recipe.sequential + BACKWARD * differentiated
+        if decomposition is not None:  # moments of the inputs, and gradients
+            passes += decomposition.whiten + 3 * (decomposition.ratio < 1)
         seconds = _one_pass(loaded, batches, layers, recipe) * len(batches) * passes
         if not recipe.component("plan.grouping").drops:
             merged_away = sum(spec.experts - spec.physical for spec in specs.values())

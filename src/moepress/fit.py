@@ -8,7 +8,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from moepress.checkpoint.sizes import expert_bytes, human_size, sizes_of
+from moepress.checkpoint.sizes import expert_bytes, factored_bytes, human_size, sizes_of
+from moepress.decompose.options import Decomposition
+from moepress.decompose.stage import check_weights
 from moepress.errors import MoepressError
 from moepress.models.layer import CompactSpec, MoELayer
 from moepress.models.weights import Weights
@@ -21,8 +23,14 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "m
 
 def check_fit(recipe: Recipe, layers: list[MoELayer]) -> None:
     parse_size(recipe.align.memory)
-    if (recipe.keep is None) == (recipe.target_size is None):
+    if not recipe.keeps_all and (recipe.keep is None) == (recipe.target_size is None):
         raise MoepressError("say how small: either keep (8 experts, or 0.5 of them) or target_size (12GB)")
+    if recipe.decomposition() is not None:
+        check_weights(layers)
+        if recipe.format == "vanilla":
+            raise MoepressError(
+                "a vanilla checkpoint has whole matrices: write a compact one, which export multiplies out"
+            )
     if recipe.component("plan.grouping").drops and recipe.router != "keep":
         raise MoepressError("pruned experts take their router rows along: use router=keep")
     if recipe.component("refit.router").rows and recipe.component("plan.grouping").drops:
@@ -63,11 +71,17 @@ def needs_text(recipe: Recipe) -> bool:
     operator, alignment = recipe.component("merge.operator"), recipe.component("align.method")
     looks = operator.needs_visit or operator.needs_fisher or alignment.needs_visit
     fits = recipe.component("refit.method").visits or recipe.component("refit.router").visits
-    return looks or fits or recipe.sequential
+    decomposition = recipe.decomposition()
+    return looks or fits or recipe.sequential or (decomposition is not None and decomposition.needs_text)
 
 
 def needs_gradients(recipe: Recipe, statistics: Iterable[str]) -> bool:
     return bool(from_gradients(statistics)) or recipe.component("merge.operator").needs_fisher
+
+
+def needs_whole(recipe: Recipe, statistics: Iterable[str]) -> bool:
+    """Whether all layers must be in memory together."""
+    return needs_gradients(recipe, statistics) or recipe.decomposition() is not None
 
 
 def check_gradients(recipe: Recipe, statistics: Iterable[str], model: nn.Module, layers: list[MoELayer]) -> None:
@@ -107,7 +121,12 @@ def average_experts(recipe: Recipe, model: nn.Module, layers: list[MoELayer], sk
     chosen = [layer for layer in layers if layer.name not in skipped]
     if not chosen:
         raise MoepressError("every MoE layer is skipped: there is nothing to merge")
+    if (decomposition := recipe.decomposition()) is not None:
+        for layer in chosen:
+            decomposition.check(layer)
     experts = min(layer.num_experts for layer in chosen)
+    if recipe.keeps_all:
+        return float(experts)
     if recipe.keep is not None:
         average = recipe.keep * experts if isinstance(recipe.keep, float) else float(recipe.keep)
         if average > experts:
@@ -116,7 +135,7 @@ def average_experts(recipe: Recipe, model: nn.Module, layers: list[MoELayer], sk
             raise MoepressError(f"keep={recipe.keep} leaves less than one of {experts} experts a layer")
         return average
     target = parse_size(str(recipe.target_size))
-    one_of_each = sum(expert_bytes(layer) for layer in chosen)
+    one_of_each = sum(_kept_bytes(layer, decomposition) for layer in chosen)
     other = sizes_of(model).bytes - sum(expert_bytes(layer) * layer.num_experts for layer in chosen)
     average = (target - other) / one_of_each
     if average < 1:
@@ -125,6 +144,14 @@ def average_experts(recipe: Recipe, model: nn.Module, layers: list[MoELayer], sk
             f"target_size {recipe.target_size}: with one expert a layer it would be {human_size(least)}"
         )
     return min(average, float(experts))
+
+
+def _kept_bytes(layer: MoELayer, decomposition: Decomposition | None) -> int:
+    """What one kept expert will take, on average over the layers where they are decomposed."""
+    if decomposition is None:
+        return expert_bytes(layer)
+    bank = layer.bank
+    return factored_bytes(bank, decomposition.expected(bank, bank.num_experts)) // bank.num_experts
 
 
 def parse_size(text: str) -> int:

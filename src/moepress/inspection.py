@@ -23,6 +23,8 @@ class InspectedLayer:
     parameters: int
     router: str
     refused: str | None = None
+    rank: int | None = None
+    """Of the low rank, where the experts are decomposed."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Inspection:
             return text + "; no MoE layers: a dense model, nothing to merge"
         if self.compact:
             text += "; compact"
+        if any(layer.rank for layer in self.layers):
+            text += "; experts decomposed"
         return text + (
             f"; refused because of {self.refused[0].name}: {self.refused[0].refused}" if self.refused else ""
         )
@@ -67,7 +71,8 @@ def inspect_model(
             layers.append(InspectedLayer(name, 0, 0, 0, 0, 0, 0, "", refused))
             continue
         bank, router = adapter.read_bank(block), adapter.read_router(block)
-        parameters = sum(tensor.numel() for tensor in bank.tensors().values())
+        parameters = sum(t.numel() for t in adapter.expert_tensors(block) if t.is_floating_point())
+        factors = adapter.factors(block)
         layers.append(
             InspectedLayer(
                 name,
@@ -78,6 +83,7 @@ def inspect_model(
                 bank.hidden_units,
                 parameters,
                 router.rule,
+                rank=None if factors is None else factors.shape().rank,
             )
         )
     return Inspection(type(model).__name__, sizes_of(model), layers, bool(compact_specs(model)))

@@ -14,6 +14,9 @@ import torch
 from transformers import PreTrainedModel
 
 from moepress.align import Solution
+from moepress.decompose.options import remaining_shares, shape_so_far
+from moepress.decompose.stable_rank import stable_ranks
+from moepress.decompose.stage import decompose
 from moepress.errors import MoepressError
 from moepress.fit import average_experts, check_fit, check_gradients, needs_gradients, skipped_layers
 from moepress.journal import Finished, Journal, Observed
@@ -25,7 +28,8 @@ from moepress.models.probe import probe
 from moepress.models.visit import CalibrationBatch, LayerVisit
 from moepress.models.walk import walk
 from moepress.observe import Statistics, from_gradients
-from moepress.plan import LayerFacts, LayerPlan, Plan, Planner
+from moepress.plan import LayerPlan, Plan, Planner
+from moepress.planning import check_statistics, facts_of, planner_of
 from moepress.progress import track
 from moepress.rebuild import align_to_first, evidence_of, fisher_of, rebuild, tokens_wanted
 from moepress.recipe import Recipe
@@ -49,6 +53,10 @@ class Outcome:
     """The saliency whose plan won, by layer, where several compete."""
     notes: list[str] = field(default_factory=list)
     """What was done otherwise than was meant, and why."""
+    stable_ranks: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
+    """Where matrices are decomposed: by layer, `before` and `after` merging, by matrix, one number an expert."""
+    remaining: dict[str, list[float]] = field(default_factory=dict)
+    """The share of its parameters that each decomposed expert still has, by layer."""
     solved: Counter[str] = field(default_factory=Counter)
     """How many alignments were solved in which way."""
     similarity: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -113,6 +121,10 @@ def press(
     check_gradients(recipe, planner.needs, model, layers)
     if statistics is not None:
         check_statistics(statistics, layers, planner, recipe)
+    if recipe.keeps_all:
+        if plan is not None:
+            raise MoepressError(f"method {recipe.method!r} keeps all experts: it has no use for a plan")
+        plan = Plan(layers=tuple(LayerPlan.keep_all(layer.name, layer.num_experts) for layer in layers))
     weights = layers[0].weights
     original = copy.deepcopy(model) if router.trains else None
     outcome = Outcome(model, recipe, Plan(layers=()), statistics or Statistics(), {})
@@ -122,6 +134,9 @@ def press(
         with outcome.timed("align"):  # gradients are in the unit order that the experts have when they are taken
             outcome.aligned = {layer.name: align_to_first(layer, recipe) for layer in track(layers, "align")}
 
+    decomposition = recipe.decomposition()
+    decomposed = [layer for layer in layers if layer.name not in skipped] if decomposition is not None else []
+    note_ranks(decomposed, "before", outcome)
     if plan is None and statistics is None and not (recipe.sequential and planner.budget.one_count):
         with outcome.timed("observe"), weights.widened(calibration_dtype(recipe, weights.device)):
             scores = observe(layers, batches, planner, skipped, outcome, journal)
@@ -145,10 +160,23 @@ def press(
     else:
         with outcome.timed("merge"):
             outcome.plan = rebuild_unseen(layers, planner, counts, plan, outcome, journal)
+    note_ranks(decomposed, "after", outcome)
+    if decomposition is not None:
+        with outcome.timed("decompose"):
+            specs = {layer.name: shape_so_far(layer, outcome.specs, recipe.capacity) for layer in decomposed}
+            dtype = calibration_dtype(recipe, weights.device)
+            outcome.specs |= decompose(model, decomposed, specs, batches, decomposition, dtype)
+            outcome.remaining = {layer.name: remaining_shares(layer) for layer in decomposed}
     if original is not None:
         with outcome.timed("router"):
             outcome.notes.append(router.train(model, original, batches(), recipe.seed))
     return outcome
+
+
+def note_ranks(layers: list[MoELayer], when: str, outcome: Outcome) -> None:
+    with outcome.timed("stable ranks") if layers else nullcontext():
+        for layer in layers:
+            outcome.stable_ranks.setdefault(layer.name, {})[when] = stable_ranks(layer.bank)
 
 
 def observe(
@@ -316,19 +344,6 @@ def pick(
     return plans[name], tried[name].refitted <= tried[name].plain, name
 
 
-def check_statistics(statistics: Statistics, layers: list[MoELayer], planner: Planner, recipe: Recipe) -> None:
-    """Saved statistics must be of this model and hold what the method needs."""
-    if recipe.sequential:
-        raise MoepressError("sequential compression gathers its statistics as it goes: it cannot use saved ones")
-    for layer in layers:
-        for name in planner.needs:
-            sums = statistics.of(layer, name)
-            if name == "usage" and len(sums["count"]) != layer.num_experts:
-                raise MoepressError(
-                    f"the statistics of {layer.name!r} are of a model with {len(sums['count'])} experts"
-                )
-
-
 def calibration_dtype(recipe: Recipe, device: torch.device) -> torch.dtype | None:
     """What 16-bit weights are widened to while text runs through the model; None leaves them."""
     on_cpu = device.type == "cpu"
@@ -358,40 +373,3 @@ def stored_dtypes(layers: list[MoELayer]) -> Iterator[dict[str, dict[str, torch.
             dtype = before[layer.name].get(name, tensor.dtype)
             if tensor.dtype != dtype:
                 tensor.data = tensor.data.to(dtype)
-
-
-def planner_of(recipe: Recipe) -> Planner:
-    return Planner(
-        saliency=recipe.component("plan.saliency"),
-        similarity=recipe.component("plan.similarity"),
-        budget=recipe.component("plan.budget"),
-        grouping=recipe.component("plan.grouping"),
-        guard=recipe.component("plan.guard"),
-        router=recipe.router,
-        member_weights=recipe.component("merge.operator").weights,
-        weigh_by=recipe.component("merge.operator").weigh_by,
-        multiple_of=recipe.multiple_of,
-        rivals=recipe.rivals(),
-    )
-
-
-def read_bank(layer: MoELayer) -> ExpertBank:
-    with layer.weights.at_hand(layer):
-        return layer.bank
-
-
-def facts_of(layers: list[MoELayer] | LayerVisit, statistics: Statistics, recipe: Recipe) -> list[LayerFacts]:
-    """Of layers, or of the one that is being visited."""
-    visit, given = (layers, [layers.layer]) if isinstance(layers, LayerVisit) else (None, layers)
-    return [
-        LayerFacts(
-            name=layer.name,
-            index=layer.index,
-            read_bank=partial(read_bank, layer),
-            router=layer.router,
-            statistics={name: s.sums for name, s in statistics.layers.get(layer.name, {}).items()},
-            seed=recipe.seed,
-            visit=visit,
-        )
-        for layer in given
-    ]

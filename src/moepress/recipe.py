@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from moepress.align import ALIGNMENTS, SOLVERS
 from moepress.data.batches import CalibrationData
+from moepress.decompose.importance import Importance
+from moepress.decompose.options import Decomposition
 from moepress.errors import MoepressError
 from moepress.merge import MERGES
 from moepress.methods import METHODS
@@ -38,7 +40,7 @@ PLACES: dict[str, Registry[Any]] = {
     "refit.method": REFITS,
     "refit.router": ROUTER_REFITS,
 }
-SECTIONS = ("plan", "align", "merge", "refit")
+SECTIONS = ("plan", "align", "merge", "refit", "decompose")
 """Sections whose entries belong to the method."""
 
 
@@ -80,6 +82,28 @@ class RefitSection(Section):
     router: Component = Field(default="none", description="what is done about the router: fitted or trained")
 
 
+class DecomposeSection(Section):
+    rank: int | None = Field(default=None, ge=1, description="of UV in W = UV + S; none: matrices stay whole")
+    ratio: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="share of S that stays; 1: all of it, to be pruned while the model recovers",
+    )
+    whiten: bool = Field(default=True, description="the low rank is nearest in what it makes of calibration text")
+    refit: bool = Field(default=True, description="solve for UV and S again once it is known which columns S keeps")
+    along: Literal["columns", "rows"] = Field(default="columns", description="what is pruned as a whole")
+    reduce: Literal["sum", "mean"] = Field(
+        default="sum", description="a column's importance is the sum or the mean of its entries'"
+    )
+    smoothing: float | None = Field(
+        default=0.85,
+        ge=0,
+        lt=1,
+        description="of the importance over batches: what stays of it; null: the plain average",
+    )
+
+
 class Recipe(Section):
     method: str = "m-smoe"
     preset: str | None = None
@@ -104,6 +128,7 @@ class Recipe(Section):
     align: AlignSection = Field(default_factory=AlignSection)
     merge: MergeSection = Field(default_factory=MergeSection)
     refit: RefitSection = Field(default_factory=RefitSection)
+    decompose: DecomposeSection = Field(default_factory=DecomposeSection)
 
     @field_validator("keep", mode="before")
     @classmethod
@@ -132,6 +157,19 @@ class Recipe(Section):
     def rivals(self) -> tuple[Any, ...]:
         """The saliencies that compete with `plan.saliency`."""
         return tuple(create(SALIENCIES, rival, "plan.rivals") for rival in self.plan.rivals)
+
+    def decomposition(self) -> Decomposition | None:
+        """How the experts are decomposed; None: they are not."""
+        given = self.decompose
+        if given.rank is None:
+            return None
+        importance = Importance(given.reduce, given.smoothing)
+        return Decomposition(given.rank, given.ratio, given.whiten, given.along, importance, given.refit)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the method leaves as many experts as there are."""
+        return not METHODS.get(self.method).fewer
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_yaml())
@@ -172,6 +210,8 @@ def make_recipe(*given: dict[str, Any]) -> Recipe:
             raise MoepressError(
                 f"method {method.name!r} does not use {key!r}; it uses {', '.join(sorted(method.uses))}"
             )
+    if not method.fewer and (given_size := [key for key in ("keep", "target_size") if flat.get(key) is not None]):
+        raise MoepressError(f"method {method.name!r} keeps all experts: leave {given_size[0]} out")
     filled = dict(method.defaults)
     if preset := flat.get("preset"):
         if preset not in method.presets:

@@ -11,10 +11,14 @@ from torch import Tensor, nn
 
 from moepress.errors import MoepressError
 from moepress.models.find import find_layers, scan
-from moepress.models.layer import CompactSpec, MoELayer
+from moepress.models.layer import CompactSpec, ExpertBank, Factors, MoELayer
 
 MAP_BYTES = 8
 """An expert_map holds one int64 for each original expert."""
+
+
+INDEX_BYTES = 4
+"""Columns of S and their offsets are int32."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,26 @@ def predicted_sizes(model: nn.Module, specs: Mapping[str, CompactSpec]) -> Sizes
     return sum((_change(_layer(layers, name), spec) for name, spec in specs.items()), start=sizes_of(model))
 
 
+def factored_parameters(bank: ExpertBank, factors: Factors, physical: int | None = None) -> int:
+    """Of all experts of a layer with these matrices, decomposed: the low rank, what S keeps, and the biases."""
+    experts, hidden, width = bank.up_EFD.shape
+    physical = experts if physical is None else physical
+    columns = factors.along == "columns"
+    first = (factors.up + (factors.gate or 0)) * (hidden if columns else width)
+    second = factors.down * (width if columns else hidden)
+    matrices = 2 if factors.gate is None else 3
+    biases = sum(t[0].numel() for name, t in bank.tensors().items() if "bias" in name)
+    return physical * (matrices * factors.rank * (hidden + width) + biases) + first + second
+
+
+def factored_bytes(bank: ExpertBank, factors: Factors, physical: int | None = None) -> int:
+    """The same in bytes, and which columns (rows) S keeps."""
+    physical = bank.num_experts if physical is None else physical
+    kept = [n for n in (factors.up, factors.down, factors.gate) if n is not None]
+    indices = INDEX_BYTES * (sum(kept) + len(kept) * (physical + 1))
+    return factored_parameters(bank, factors, physical) * bank.up_EFD.element_size() + indices
+
+
 def _layer(layers: Mapping[str, MoELayer], name: str) -> MoELayer:
     if name not in layers:
         raise MoepressError(f"the model has no MoE layer {name!r}")
@@ -96,6 +120,9 @@ def _change(layer: MoELayer, spec: CompactSpec) -> Sizes:
     experts = layer.bank.num_experts
     gone = spec.physical - experts
     parameters, bytes_ = layer.expert_parameters // experts * gone, expert_bytes(layer) * gone
+    if spec.factors is not None:
+        parameters = factored_parameters(layer.bank, spec.factors, spec.physical) - layer.expert_parameters
+        bytes_ = factored_bytes(layer.bank, spec.factors, spec.physical) - expert_bytes(layer) * experts
     if spec.router != "rows":
         return Sizes(parameters, bytes_, 0, MAP_BYTES * spec.experts)
     tensors = layer.router.tensors

@@ -43,8 +43,8 @@ def save_vanilla(
     """Write a checkpoint that stock transformers, vLLM, SGLang and llama.cpp take for one of the original family.
 
     `multiple_of`: the number of experts must divide by it (expert or tensor parallelism). `duplicate`: write the
-    experts of redirected layers out again: exact, and as large as the original. `source`: the folder from which
-    tokenizer and processor files are copied.
+    experts of redirected layers out again: exact, and as large as the original. Decomposed matrices are multiplied
+    out. `source`: the folder from which tokenizer and processor files are copied.
     """
     specs = dict(compact_specs(model) if specs is None else specs)
     plain = expand_to_vanilla(model, specs) if duplicate else shrink_to_vanilla(model, specs, multiple_of)
@@ -61,7 +61,19 @@ def shrink_to_vanilla(
     old, new = vanilla_counts(layers, specs, multiple_of)
     plain = plain_skeleton(model, specs, old, new)
     ours = ("expert_map", NOTICE)
-    _fill(plain, {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(ours)})
+    state = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(ours)}
+    decomposed = [path for path, spec in specs.items() if spec.factors is not None]
+    if not decomposed:
+        _fill(plain, state)
+        return plain
+    inside = tuple(f"{path}." for path in decomposed)
+    missing = {name: t for name, t in plain.state_dict().items() if name not in state and name.startswith(inside)}
+    state = {name: tensor for name, tensor in state.items() if ".factors." not in name}
+    _fill(plain, state | {name: torch.empty(t.shape, dtype=t.dtype) for name, t in missing.items()})
+    banks = {layer.name: layer.bank for layer in layers}
+    for target in find_layers(plain):
+        if target.name in decomposed:
+            target.adapter.write_bank(target.block, banks[target.name])
     return plain
 
 

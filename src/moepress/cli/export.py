@@ -21,8 +21,10 @@ def export(
 ) -> None:
     """Write a compact checkpoint as a vanilla one that loads without moepress."""
     from moepress import api
+    from moepress.inspection import inspect_model
 
     with quiet_if(as_json):
+        before = inspect_model(model)
         sizes = api.export(
             model,
             out,
@@ -35,3 +37,5 @@ def export(
         print_json({"folder": str(out)} | sizes.to_dict())
     else:
         typer.echo(f"{out}: {sizes.parameters:,} parameters, {sizes.human()}")
+        if any(layer.rank for layer in before.layers):
+            typer.echo(f"its decomposed matrices were multiplied out: the compact checkpoint is {before.sizes.human()}")

@@ -20,12 +20,18 @@ AXES = {"gate": "gate_EFD", "up": "up_EFD", "down": "down_EDF"}
 
 @torch.no_grad()
 def factor_layer(
-    layer: MoELayer, spec: CompactSpec, rank: int, along: str, moments: dict[str, Tensor] | None = None
+    layer: MoELayer,
+    spec: CompactSpec,
+    rank: int,
+    along: str,
+    moments: dict[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> CompactSpec:
     """Decompose every expert of a layer, with the whole of S: what it computes does not change. `spec` is the layer's
-    shape so far; `moments` the second moments (E, I, I) of the inputs by matrix."""
+    shape so far; `moments` the second moments (E, I, I) of the inputs by matrix. U and V have values that `dtype`
+    can hold, where they are going to be stored so; S is the rest of those."""
     bank = layer.bank
-    made = {name: _factored(bank, name, rank, along, (moments or {}).get(name)) for name in _matrices(bank)}
+    made = {name: _factored(bank, name, rank, along, (moments or {}).get(name), dtype) for name in _matrices(bank)}
     shape = full_shape(bank, rank, along)
     spec = replace(spec, factors=shape)
     factors = layer.adapter.factor(layer.block, spec)
@@ -35,11 +41,13 @@ def factor_layer(
     return spec
 
 
-def _factored(bank: ExpertBank, name: str, rank: int, along: str, moment: Tensor | None) -> tuple[Tensor, ...]:
+def _factored(
+    bank: ExpertBank, name: str, rank: int, along: str, moment: Tensor | None, dtype: torch.dtype | None
+) -> tuple[Tensor, ...]:
     w_EOI: Tensor = getattr(bank, AXES[name])
     u_EOR, v_ERI = low_rank(w_EOI, rank, moment)
-    u_EOR, v_ERI = u_EOR.to(w_EOI.dtype), v_ERI.to(w_EOI.dtype)
-    s_EOI = (w_EOI.float() - u_EOR.float() @ v_ERI.float()).to(w_EOI.dtype)  # of the factors as they are stored
+    u_EOR, v_ERI = (factor.to(dtype or w_EOI.dtype).to(w_EOI.dtype) for factor in (u_EOR, v_ERI))
+    s_EOI = (w_EOI.float() - u_EOR.float() @ v_ERI.float()).to(w_EOI.dtype)
     u_ERO = u_EOR.transpose(1, 2)
     return (v_ERI, u_ERO, s_EOI.transpose(1, 2)) if along == "columns" else (u_ERO, v_ERI, s_EOI)
 

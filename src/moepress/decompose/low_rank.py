@@ -32,9 +32,13 @@ def _one(w_OI: Tensor, rank: int, moment_II: Tensor | None) -> tuple[Tensor, Ten
 
 def _root(moment_II: Tensor) -> Tensor | None:
     """The lower L of L Lᵀ = the moment with its ridge; None for an expert that nothing is known of."""
+    moment = ridged(moment_II)
+    return None if moment is None else torch.linalg.cholesky(moment)
+
+
+def ridged(moment_II: Tensor) -> Tensor | None:
     moment = moment_II.double()
-    mean = moment.diagonal().mean()
+    mean = moment.diagonal().mean() if len(moment) else moment.new_zeros(())
     if not float(mean) > 0:
         return None
-    eye = torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
-    return torch.linalg.cholesky(moment + RIDGE * mean * eye)
+    return moment + RIDGE * mean * torch.eye(len(moment), dtype=moment.dtype, device=moment.device)

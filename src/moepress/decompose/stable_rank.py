@@ -17,6 +17,11 @@ def stable_ranks(bank: ExpertBank) -> dict[str, list[float]]:
     return {name: [stable_rank(w) for w in named[field]] for name, field in MATRICES.items() if field in named}
 
 
+def mean_ranks(by_matrix: dict[str, list[float]]) -> list[float]:
+    """Over the matrices of each expert."""
+    return [sum(each) / len(each) for each in zip(*by_matrix.values(), strict=True)]
+
+
 def stable_rank(w: Tensor) -> float:
     wide = w.float() if w.shape[0] <= w.shape[1] else w.float().T
     largest = float(torch.linalg.eigvalsh(wide @ wide.T)[-1])

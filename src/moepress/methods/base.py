@@ -16,6 +16,8 @@ class Method:
     uses: ClassVar[frozenset[str]]
     defaults: ClassVar[dict[str, Any]]
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    fewer: ClassVar[bool] = True
+    """Whether experts become fewer, so that it has to be said how many stay."""
 
 
 METHODS: Registry[Method] = Registry("method")

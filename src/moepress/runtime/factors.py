@@ -71,8 +71,19 @@ class FactoredMatrix(nn.Module, ABC):
         """All experts in grouped products; tokens in the order of their experts."""
 
     @abstractmethod
+    def dense_one(self, e: int) -> Tensor:
+        """Expert `e`'s matrix multiplied out: (O, I)."""
+
+    @property
+    @abstractmethod
+    def in_width(self) -> int:
+        """I"""
+
     def dense(self) -> Tensor:
         """UV + S, multiplied out: (E, O, I)."""
+        if self.index.is_meta:  # only the shape is known
+            return self.packed_Px.new_empty(self.experts, self.out_width, self.in_width)
+        return torch.stack([self.dense_one(e) for e in range(self.experts)])
 
     def forward(self, x_nI: Tensor, counts: list[int]) -> Tensor:
         """Tokens in the order of their experts, of which expert e has `counts[e]`: (n, O)."""
@@ -118,6 +129,11 @@ class FactoredMatrix(nn.Module, ABC):
         bounds = self.bounds()
         return self.index[bounds[e] : bounds[e + 1]]
 
+    def kept_counts(self) -> list[int]:
+        """How many columns (rows) S keeps, by expert."""
+        bounds = self.bounds()
+        return [bounds[e + 1] - bounds[e] for e in range(self.experts)]
+
     def sparse_rows(self) -> Tensor:
         """Where the rows of S are among the packed ones: (N,)."""
         counts_E = self.offsets.diff().long()
@@ -148,8 +164,12 @@ class ColumnFactors(FactoredMatrix):
         return self.packed_Px.shape[1]
 
     @property
-    def choices(self) -> int:
+    def in_width(self) -> int:
         return self.thin_ERx.shape[2]
+
+    @property
+    def choices(self) -> int:
+        return self.in_width
 
     def one(self, e: int, x_nI: Tensor) -> Tensor:
         low_nR = F.linear(x_nI, self.thin_ERx[e])
@@ -166,13 +186,10 @@ class ColumnFactors(FactoredMatrix):
         spare = torch.cat([self.packed_Px, self.packed_Px.new_zeros(1, self.out_width)])
         return grouped_product(torch.cat([low_nR, columns], dim=1), spare[rows_EC], counts)
 
-    def dense(self) -> Tensor:
-        made = []
-        for e in range(self.experts):
-            packed = self.packed_Px[self.packed_of(e)]
-            whole = packed[: self.rank].T @ self.thin_ERx[e]
-            made.append(whole.index_add(1, self.kept_of(e), packed[self.rank :].T))
-        return torch.stack(made)
+    def dense_one(self, e: int) -> Tensor:
+        packed = self.packed_Px[self.packed_of(e)]
+        whole = packed[: self.rank].T @ self.thin_ERx[e]
+        return whole.index_add(1, self.kept_of(e), packed[self.rank :].T)
 
 
 class RowFactors(FactoredMatrix):
@@ -189,8 +206,12 @@ class RowFactors(FactoredMatrix):
         return self.thin_ERx.shape[2]
 
     @property
+    def in_width(self) -> int:
+        return self.packed_Px.shape[1]
+
+    @property
     def choices(self) -> int:
-        return self.thin_ERx.shape[2]
+        return self.out_width
 
     def one(self, e: int, x_nI: Tensor) -> Tensor:
         both = F.linear(x_nI, self.packed_Px[self.packed_of(e)])
@@ -208,13 +229,10 @@ class RowFactors(FactoredMatrix):
         # what is padded adds zeros to row 0
         return low_nO.scatter_add(1, index_EC[expert_n], both[:, self.rank :])
 
-    def dense(self) -> Tensor:
-        made = []
-        for e in range(self.experts):
-            packed = self.packed_Px[self.packed_of(e)]
-            whole = self.thin_ERx[e].T @ packed[: self.rank]
-            made.append(whole.index_add(0, self.kept_of(e), packed[self.rank :]))
-        return torch.stack(made)
+    def dense_one(self, e: int) -> Tensor:
+        packed = self.packed_Px[self.packed_of(e)]
+        whole = self.thin_ERx[e].T @ packed[: self.rank]
+        return whole.index_add(0, self.kept_of(e), packed[self.rank :])
 
 
 FORMS: dict[str, type[FactoredMatrix]] = {form.along: form for form in (ColumnFactors, RowFactors)}

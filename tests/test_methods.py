@@ -42,7 +42,7 @@ def pressed(name: str, seed: int = 0, batches: int = 2, **given):
     method = given.get("method", "m-smoe")
     size = {"keep": KEEP.get(name, 4)} if METHODS.get(method).fewer else {}
     small = {"decompose.rank": 4} if method in DECOMPOSING else {}
-    recipe = make_recipe(size | small | given)
+    recipe = make_recipe({"method": method} | size | small | given)
     outcome = press(model, recipe, lambda: labelled(calibration(name, model, batches)))
     return model, outcome
 
@@ -88,7 +88,11 @@ def test_duplicates_are_found_by_their_activations(name, reference):
         layer.adapter.write_bank(layer.block, bank.map(lambda n, _, copies=copies: torch.stack([c[n] for c in copies])))
     before = copy.deepcopy(model)
     given = {"align.method": "activation-matching", "align.reference": reference, "merge.operator": "uniform"}
-    press(model, make_recipe({"keep": 3, "plan.skip": "none", **given}), lambda: calibration(name, model, 4))
+    press(
+        model,
+        make_recipe({"method": "m-smoe", "keep": 3, "plan.skip": "none", **given}),
+        lambda: calibration(name, model, 4),
+    )
     with torch.no_grad():
         inputs = zoo.batch(model, name)
         assert torch.allclose(model(**inputs).logits, before(**inputs).logits, atol=1e-4)
@@ -271,7 +275,7 @@ def half(layer):
     """Merge every second expert into the one before it, with all router rows left."""
     groups = tuple(Group(leader=e, members=(e, e + 1), weights=(0.5, 0.5)) for e in range(0, 8, 2))
     plan = LayerPlan(name=layer.name, experts=8, router="redirect", groups=groups)
-    rebuild(layer, plan, make_recipe({"keep": 4, "align.method": "none"}))
+    rebuild(layer, plan, make_recipe({"method": "m-smoe", "keep": 4, "align.method": "none"}))
 
 
 @torch.no_grad()
@@ -323,7 +327,7 @@ def test_fitted_rows_stand_for_the_whole_group():
     )
     plan = LayerPlan(name=layer.name, experts=8, router="keep", groups=groups)
     whole = router.remember(visit)
-    rebuild(layer, plan, make_recipe({"keep": 6, "align.method": "none"}))
+    rebuild(layer, plan, make_recipe({"method": "m-smoe", "keep": 6, "align.method": "none"}))
     before = layer.router.weight_ED.clone()
 
     def off() -> float:

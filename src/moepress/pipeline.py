@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ from moepress.progress import track
 from moepress.rebuild import align_to_first, evidence_of, fisher_of, rebuild, tokens_wanted
 from moepress.recipe import Recipe
 from moepress.refit import Refit
-from moepress.trial import Damage, attempt, split
+from moepress.trial import Damage, Trial, attempt, split
 
 
 @dataclass
@@ -336,10 +337,12 @@ def pick(
     if len(plans) == 1:
         return next(iter(plans.values())), True, None
     fit, held = split(visit)
-    tried = {}
+    tried: dict[str, Trial] = {}
     for name, plan in plans.items():
         carry_out = partial(rebuild, plan=plan, recipe=recipe, evidence=evidence_of(visit, plan, recipe, fisher))
-        tried[name] = attempt(visit, carry_out, refit, fit, held)
+        # A refit makes errors alike: it seldom lets a plan overtake one that is much better without it.
+        hopeless = 1.2 * min((trial.plain for trial in tried.values()), default=math.inf)
+        tried[name] = attempt(visit, carry_out, refit, fit, held, hopeless)
     name = min(tried, key=lambda name: tried[name].best)
     return plans[name], tried[name].refitted <= tried[name].plain, name
 

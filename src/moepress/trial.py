@@ -6,6 +6,7 @@ Shape suffixes: T tokens, D width.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -48,8 +49,16 @@ def split(visit: LayerVisit, fit_tokens: int = 32768, held_tokens: int = 16384) 
     return fit, held or fit
 
 
-def attempt(visit: LayerVisit, rebuild: Rebuild, refit: Refit, fit: list[int], held: list[int]) -> Trial:
-    """Rebuild a copy of the layer, refit it on some batches, judge it by others."""
+def attempt(
+    visit: LayerVisit,
+    rebuild: Rebuild,
+    refit: Refit,
+    fit: list[int],
+    held: list[int],
+    hopeless: float = math.inf,
+) -> Trial:
+    """Rebuild a copy of the layer, refit it on some batches, judge it by others. One whose error is `hopeless` before
+    anything is refitted is given up."""
     whole = {i: visit.observe(i) for i in {*fit, *held}}
     block = bare_copy(visit.layer.block)
     trial = visit.beside(block, held)
@@ -67,7 +76,7 @@ def attempt(visit: LayerVisit, rebuild: Rebuild, refit: Refit, fit: list[int], h
         return total
 
     plain = error()
-    if not refit.visits:
+    if not refit.visits or plain > hopeless:
         return Trial(plain, plain)
     fitted = visit.beside(block, fit)
     refit.fit(fitted, {i: flat(whole[i][1], whole[i][0].keep_T) for i in fit})
@@ -75,19 +84,15 @@ def attempt(visit: LayerVisit, rebuild: Rebuild, refit: Refit, fit: list[int], h
 
 
 class Damage:
-    """What a layer's change does to its output on its own inputs: Σ‖whole − changed‖² / Σ‖whole‖² over some tokens of
+    """What a layer's change does to its output on its own inputs: Σ‖whole − changed‖² / Σ‖whole‖² over some batches of
     every domain. Made while the layer is whole."""
 
-    def __init__(self, visit: LayerVisit, tokens: int = 4096) -> None:
+    def __init__(self, visit: LayerVisit, batches: int = 4) -> None:
         self.visit = visit
-        domains = {visit.domain(i) for i in visit.numbers}
-        seen = dict.fromkeys(domains, 0)
         self.whole: dict[int, tuple[Tensor, Tensor]] = {}
-        for i in visit.numbers:
-            if seen[visit.domain(i)] < tokens / len(domains):
-                batch, output = visit.observe(i)
-                self.whole[i] = flat(output, batch.keep_T)[batch.keep_T].float(), batch.keep_T
-                seen[visit.domain(i)] += visit.tokens(i)
+        for i in visit.spread(batches):
+            batch, output = visit.observe(i)
+            self.whole[i] = flat(output, batch.keep_T)[batch.keep_T].float(), batch.keep_T
 
     @torch.no_grad()
     def measure(self) -> float:

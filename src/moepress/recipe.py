@@ -105,7 +105,7 @@ class DecomposeSection(Section):
 
 
 class Recipe(Section):
-    method: str = "m-smoe"
+    method: str = "auto"
     preset: str | None = None
     keep: int | float | None = Field(None, description="experts per layer: a count (8) or a fraction (0.5)")
     target_size: str | None = Field(None, description="instead of keep: size of the output's weights, such as 12GB")

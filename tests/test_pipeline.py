@@ -27,7 +27,7 @@ from .test_observe import calibration
 
 def pressed(name: str, **given):
     model = zoo.build(name)
-    recipe = make_recipe({"keep": 4, **given})
+    recipe = make_recipe({"method": "m-smoe", "keep": 4, **given})
     return model, press(model, recipe, lambda: calibration(name, model))
 
 
@@ -60,7 +60,9 @@ def test_every_similarity_and_router_action_runs(router, similarity):
 def test_aligning_to_the_first_changes_no_output():
     model = zoo.build("mixtral")
     before = copy.deepcopy(model)
-    outcome = press(model, make_recipe({"keep": 1.0, "preset": "paper"}), lambda: calibration("mixtral", model))
+    outcome = press(
+        model, make_recipe({"method": "m-smoe", "keep": 1.0, "preset": "paper"}), lambda: calibration("mixtral", model)
+    )
     inputs = zoo.batch(model, "mixtral")
     with torch.no_grad():
         assert torch.allclose(model(**inputs).logits, before(**inputs).logits, atol=1e-5)
@@ -72,7 +74,7 @@ def test_identical_experts_merge_without_loss():
     for layer in find_layers(model):
         layer.adapter.write_bank(layer.block, layer.bank.select([0] * layer.num_experts))
     original = copy.deepcopy(model)
-    press(model, make_recipe({"keep": 2}), lambda: calibration("qwen3_moe", model))
+    press(model, make_recipe({"method": "m-smoe", "keep": 2}), lambda: calibration("qwen3_moe", model))
     inputs = zoo.batch(model, "qwen3_moe")
     with torch.no_grad():
         assert torch.allclose(model(**inputs).logits, original(**inputs).logits, atol=1e-5)
@@ -133,7 +135,7 @@ def test_what_cannot_be_done_is_refused_before_any_text_is_read(given, message):
         raise AssertionError("calibration started")
 
     with pytest.raises(MoepressError, match=message):
-        press(model, make_recipe({"keep": 4, **given}), never)
+        press(model, make_recipe({"method": "m-smoe", "keep": 4, **given}), never)
 
 
 def test_weights_that_are_not_finite_are_refused():

@@ -31,31 +31,33 @@ BAD = {
 @pytest.mark.parametrize("text", BAD)
 def test_bad_recipes_say_what_is_wrong(text):
     with pytest.raises(MoepressError, match=BAD[text]) as caught:
-        make_recipe(yaml.safe_load(text))
+        make_recipe({"method": "m-smoe"}, yaml.safe_load(text))
     assert "\n" not in str(caught.value)
 
 
 def test_later_entries_win_and_dots_are_sections():
     recipe = make_recipe(
-        {"plan": {"similarity": "random"}, "keep": 4}, {"plan.similarity": "router-weight", "keep": 0.5}
+        {"method": "m-smoe", "plan": {"similarity": "random"}, "keep": 4},
+        {"plan.similarity": "router-weight", "keep": 0.5},
     )
     assert recipe.plan.similarity == "router-weight" and recipe.keep == 0.5
 
 
 def test_round_trip(tmp_path):
-    recipe = make_recipe({"keep": 0.5, "plan.similarity": {"name": "random"}, "calibration.source": "a.jsonl"})
+    merging = {"method": "m-smoe", "plan.similarity": {"name": "random"}}
+    recipe = make_recipe({"keep": 0.5, "calibration.source": "a.jsonl", **merging})
     recipe.save(tmp_path / "r.yaml")
     assert make_recipe(load_recipe(tmp_path / "r.yaml")) == recipe
 
 
 def test_vanilla_changes_defaults_but_not_choices():
-    assert make_recipe({"format": "vanilla"}).router == "keep"
-    assert make_recipe({"format": "vanilla", "router": "mean"}).router == "mean"
-    assert make_recipe({"format": "vanilla"}).plan.budget == "uniform"
+    assert make_recipe({"method": "m-smoe", "format": "vanilla"}).router == "keep"
+    assert make_recipe({"method": "m-smoe", "format": "vanilla", "router": "mean"}).router == "mean"
+    assert make_recipe({"method": "m-smoe", "format": "vanilla"}).plan.budget == "uniform"
 
 
 def test_preset_and_seed():
-    assert make_recipe({"preset": "paper"}).align.reference == "first"
+    assert make_recipe({"method": "m-smoe", "preset": "paper"}).align.reference == "first"
     assert make_recipe({"seed": 7}).calibration.seed == 7
     assert make_recipe({"seed": 7, "calibration.seed": 1}).calibration.seed == 1
 

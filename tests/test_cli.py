@@ -59,12 +59,13 @@ def test_compress_evaluate_export_inspect(run, tmp_path):
 
 def test_an_edited_plan_can_be_fed_back(run, tmp_path):
     out, again = tmp_path / "a", tmp_path / "b"
-    assert run("compress", MODEL, "-o", out, "--keep", "0.5", "--calibration", TEXT, *FEW)[0] == 0
+    merge = ["compress", MODEL, "--method", "m-smoe", "--keep", "0.5"]
+    assert run(*merge, "-o", out, "--calibration", TEXT, *FEW)[0] == 0
     code, text, err = run("export", out, "-o", tmp_path / "full", "--duplicate", "--json")
     assert code == 0, err
     assert json.loads(text)["parameters"] == json.loads(run("inspect", MODEL, "--json")[1])["sizes"]["parameters"]
     plan = out / "moepress" / "plan.json"
-    code, _, err = run("compress", MODEL, "-o", again, "--keep", "0.5", "--plan", plan)
+    code, _, err = run(*merge, "-o", again, "--plan", plan)
     assert code == 0, err
     assert Plan.load(again / "moepress" / "plan.json") == Plan.load(plan)
     assert (out / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()

@@ -174,7 +174,7 @@ def test_gradient_methods_do_not_depend_on_the_unit_order(name, given, reference
             layer.adapter.write_bank(
                 layer.block, layer.bank.map(lambda n, _, ex=experts: torch.stack([one[n] for one in ex]))
             )
-        options = {"keep": 3, "plan.budget": "uniform", "align.reference": reference, **given}
+        options = {"method": "m-smoe", "keep": 3, "plan.budget": "uniform", "align.reference": reference, **given}
         outcome = press(model, make_recipe(options), lambda model=model: labelled(name, model))
         with torch.no_grad():
             results.append((outcome.plan, model(**zoo.batch(model, name)).logits))
@@ -201,7 +201,11 @@ def permuted(bank, e, order):
 )
 def test_settings_without_gradients_are_refused_before_text_is_read(needing, given, message):
     with pytest.raises(MoepressError, match=message):
-        press(zoo.build("qwen3_moe"), make_recipe({"keep": 4, **needing, **given}), lambda: pytest.fail("read"))
+        press(
+            zoo.build("qwen3_moe"),
+            make_recipe({"method": "m-smoe", "keep": 4, **needing, **given}),
+            lambda: pytest.fail("read"),
+        )
 
 
 def test_models_without_gradients_are_refused():
@@ -217,9 +221,11 @@ def test_models_in_folders_are_read_as_a_whole_where_gradients_are_needed(given,
     with pytest.raises(MoepressError, match="paged"):
         check_differentiable(paged, find_layers(paged))
     text = {"calibration": str(assets / "demo-text.jsonl"), "calibration.samples": 2, "calibration.length": 32}
-    result = moepress.compress(assets / "demo-moe", tmp_path / "out", keep=8, **text, **given)
+    result = moepress.compress(assets / "demo-moe", tmp_path / "out", keep=8, **text, **{"method": "m-smoe", **given})
     assert result.after.bytes < result.before.bytes
     assert (tmp_path / "out" / "tokenizer.json").exists()
     load_model(tmp_path / "out")
     with pytest.raises(MoepressError, match="cannot be resumed"):
-        moepress.compress(assets / "demo-moe", tmp_path / "again", keep=8, resume=True, **text, **given)
+        moepress.compress(
+            assets / "demo-moe", tmp_path / "again", keep=8, resume=True, **text, **{"method": "m-smoe", **given}
+        )

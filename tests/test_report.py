@@ -36,7 +36,7 @@ FIGURES = {"size", "usage", "budget", "alignment-gap", "time"} | {
 @pytest.fixture(scope="module")
 def merged(tmp_path_factory):
     out = tmp_path_factory.mktemp("report") / "merged"
-    moepress.compress(MODEL, out, keep=0.5, calibration=str(TEXT), recipe=FEW)
+    moepress.compress(MODEL, out, method="m-smoe", keep=0.5, calibration=str(TEXT), recipe=FEW)
     return out
 
 
@@ -175,7 +175,7 @@ def test_values_of_a_decomposition_are_shown(merged, tmp_path):
     "given",
     [
         {"keep": 0.5},
-        {"keep": 8, "preset": "paper", "seed": 3, "router": "keep", "plan.budget": "uniform"},
+        {"method": "m-smoe", "keep": 8, "preset": "paper", "seed": 3, "router": "keep", "plan.budget": "uniform"},
         {"method": "auto", "target_size": "7MB", "format": "vanilla",
          "refit.method": {"name": "least-squares", "ridge": 1.0}},
         {"method": "reap", "keep": 4, "calibration": {"samples": "all", "pack": "window", "length": 64}},

@@ -25,7 +25,9 @@ SHORT = {"samples": 24, "length": 48, "steps": 4, "batch_size": 4, "evaluate_eve
 @pytest.fixture(scope="module")
 def compact(tmp_path_factory):
     out = tmp_path_factory.mktemp("compact") / "model"
-    moepress.compress(MODEL, out, keep=8, calibration=TEXT, **{"calibration.samples": 8, "calibration.length": 64})
+    moepress.compress(
+        MODEL, out, method="m-smoe", keep=8, calibration=TEXT, **{"calibration.samples": 8, "calibration.length": 64}
+    )
     return out
 
 

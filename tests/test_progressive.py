@@ -80,7 +80,7 @@ def test_the_form_without_training_keeps_those_that_the_router_still_uses(name):
 
 
 def trained(name: str, teacher=None, steps: int = 12, **given):
-    model = zoo.build(name)
+    model = zoo.without_capacity(zoo.build(name))
     pruning = ProgressivePruning(model, KEEP.get(name, 4), steps, every=2, **given)
     options = RecoverOptions(objective="task", alpha=0.2 if teacher else 0.0, steps=steps, batch_size=2, lr=1e-3)
     report = recover(model, teacher, labelled(name, model, 3), options, hooks=[pruning])

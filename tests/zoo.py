@@ -366,6 +366,14 @@ def build(name: str, seed: int = 0) -> PreTrainedModel:
     return model.eval()
 
 
+def without_capacity(model: PreTrainedModel) -> PreTrainedModel:
+    """A compact Switch layer has no capacity limit unless it is asked for: what it is compared with has none either."""
+    for module in model.modules():
+        if hasattr(module, "expert_capacity"):
+            module.expert_capacity = 1000
+    return model
+
+
 def _redraw(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Replace the tiny default init, under which experts hardly differ and all biases are zero."""
     embedding = model.get_input_embeddings().weight

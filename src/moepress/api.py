@@ -304,9 +304,9 @@ def write_records(
     write_manifest(checkpoint, folder, known)
 
 
-def write_report(out: str | os.PathLike[str]) -> Path:
-    """Draw the report of an output again, from what was saved of it; returns the page."""
-    return draw_report(records_of(out))
+def write_report(out: str | os.PathLike[str], every_layer: bool = False) -> Path:
+    """Draw the report of an output again; `every_layer` draws layers too that the page leaves out. Returns the page."""
+    return draw_report(records_of(out), every_layer)
 
 
 def record_evaluation(out: str | os.PathLike[str], score: dict[str, Any], **asked: Any) -> Path:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+LINKED = 32_000
+"""Bytes of a table that a link in the page may hold; a larger one lies beside the page only."""
 NARROW, WIDE = 3.9, 10.4
 """Inches of 72 units: a phone, and both columns of a desk."""
 
@@ -71,8 +73,6 @@ class Chart:
     hover: Cells | Points | None = None
     wide: bool = False
     """Drawn a second time for wide screens, over both columns."""
-    shown: bool = True
-    """In the page; all charts are among the files."""
 
     def csv(self) -> str:
         text = io.StringIO()
@@ -87,6 +87,8 @@ class Drawn:
     """A chart as SVG for the page, once for each width."""
 
     chart: Chart
+    table: str
+    """Its data, as CSV."""
     svg: dict[str, str] = field(default_factory=dict)
     boxes: dict[str, Any] = field(default_factory=dict)
     """Where the answering axes, or the points, lie in each: in shares of width and height from the top left."""
@@ -98,8 +100,17 @@ class Drawn:
 
     @property
     def data(self) -> str:
-        """The table as something that a link can hold."""
-        return "data:text/csv;base64," + base64.b64encode(self.chart.csv().encode()).decode()
+        """The table as something that a link can hold; nothing where it is large."""
+        table = self.table.encode()
+        return "data:text/csv;base64," + base64.b64encode(table).decode() if len(table) <= LINKED else ""
+
+
+def write_table(chart: Chart, folder: Path) -> str:
+    """Write NAME.csv, and return what is in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    table = chart.csv()
+    (folder / f"{chart.name}.csv").write_text(table, encoding="utf-8")
+    return table
 
 
 def draw_chart(chart: Chart, folder: Path) -> Drawn:
@@ -107,9 +118,7 @@ def draw_chart(chart: Chart, folder: Path) -> Drawn:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{chart.name}.csv").write_text(chart.csv(), encoding="utf-8")
-    drawn = Drawn(chart)
+    drawn = Drawn(chart, write_table(chart, folder))
     settings: Any = MATPLOTLIB | {"svg.hashsalt": chart.name}
     with rc_context(settings):
         for wide in (False, True) if chart.wide else (False,):
@@ -119,8 +128,7 @@ def draw_chart(chart: Chart, folder: Path) -> Drawn:
             figure.set_layout_engine("none")  # it is settled
             width = "wide" if wide else "narrow"
             drawn.boxes[width] = _box(figure, axes, chart.hover)
-            if chart.shown:
-                drawn.svg[width] = inline(plain, f"{chart.name}-{width}")
+            drawn.svg[width] = inline(plain, f"{chart.name}-{width}")
         (folder / f"{chart.name}.svg").write_text(plain, encoding="utf-8")
         figure.savefig(folder / f"{chart.name}.png", dpi=150, facecolor=PAPER)
     return drawn
@@ -141,6 +149,10 @@ def _box(figure: Figure, axes: Axes, hover: Cells | Points | None) -> Any:
     return [round(float(value), 5) for value in (left, 1 - high, right, 1 - low)]
 
 
+_DECIMALS = re.compile(r"(\.\d\d)\d+")
+"""A hundredth of a point is finer than a screen; six decimals would be half of a page."""
+
+
 def inline(svg: str, prefix: str) -> str:
     """SVG that can stand among others in a page and follows its colours and font."""
     svg = svg[svg.index("<svg") :]
@@ -151,6 +163,7 @@ def inline(svg: str, prefix: str) -> str:
     used = set(re.findall(r'(?:url\(#|href="#)([^")]+)', svg))
     svg = re.sub(r' id="([^"]+)"', lambda m: f' id="{prefix}-{m[1]}"' if m[1] in used else "", svg)
     svg = re.sub(r'(url\(#|href="#)', rf"\g<1>{prefix}-", svg)
+    svg = re.sub(r' (d|x|y)="[^"]*"', lambda m: _DECIMALS.sub(r"\1", m[0]), svg)
     svg = svg.replace("'DejaVu Sans'", "var(--font)")
     for name, colour in LIGHT.items():
         svg = svg.replace(colour, f"var(--{name})")

@@ -10,22 +10,23 @@ from typing import Any
 from moepress.bench.results import Table
 from moepress.plan import LayerPlan
 from moepress.report import figures
-from moepress.report.chart import Chart, Drawn, draw_chart
+from moepress.report.chart import Chart, Drawn, draw_chart, write_table
 from moepress.report.numbers import change, count, figure, human_size, percent, took
 from moepress.report.page import Choice, Details, Page, Section, Tile
 from moepress.report.records import FIGURES, PAGE, Records, read_records
 
-CELLS = 300_000
+CELLS = 200_000
 """Cells of similarity matrices that the page shows; where there are more, it shows some of the layers."""
 
 
-def draw_report(folder: Path) -> Path:
-    """Write report.html and the folder of figures into a folder of records; returns the page."""
+def draw_report(folder: Path, every_layer: bool = False) -> Path:
+    """Write report.html and the folder of figures into a folder of records; returns the page. Of layers that a large
+    model's page leaves out, figures are drawn only if `every_layer`; their data are written in any case."""
     records = read_records(folder)
-    return page_of(records, folder / FIGURES).write(folder / PAGE)
+    return page_of(records, folder / FIGURES, every_layer).write(folder / PAGE)
 
 
-def page_of(records: Records, folder: Path) -> Page:
+def page_of(records: Records, folder: Path, every_layer: bool = False) -> Page:
     def drawn(*charts: Chart | None) -> list[Drawn]:
         return [draw_chart(chart, folder) for chart in charts if chart is not None]
 
@@ -44,7 +45,7 @@ def page_of(records: Records, folder: Path) -> Page:
             "Where the experts went",
             _plan_words(records),
             charts=drawn(figures.usage(records), figures.budget(records)),
-            choice=_layer_choice(records, drawn),
+            choice=_layer_choice(records, folder, every_layer),
         ),
     ]
     damage = drawn(
@@ -174,20 +175,23 @@ def _damage_words(records: Records) -> str:
     return f"Hidden units were matched in {total} pairs of experts; each matching {proof}."
 
 
-def _layer_choice(records: Records, drawn: Any) -> Choice | None:
+def _layer_choice(records: Records, folder: Path, every_layer: bool) -> Choice | None:
     changed = [layer for layer in records.plan.layers if not layer.untouched]
     if not changed:
         return None
     shown = set(_some(changed, sum(layer.experts**2 for layer in changed)))
     options = []
     for layer in changed:
-        show = layer.name in shown
-        made = drawn(figures.similarity(records, layer, show), figures.groups(records, layer, show))
-        if show:
-            options.append((records.short[layer.name], made))
+        charts = [chart for chart in (figures.similarity(records, layer), figures.groups(records, layer)) if chart]
+        if layer.name in shown:
+            options.append((records.short[layer.name], [draw_chart(chart, folder) for chart in charts]))
+            continue
+        for chart in charts:
+            (draw_chart if every_layer else write_table)(chart, folder)
     words = ""
     if len(shown) < len(changed):
-        words = f"{len(shown)} of {len(changed)} changed layers are shown; all are in the folder {FIGURES}/."
+        words = f"{len(shown)} of {len(changed)} changed layers are shown; the data of all are in the folder {FIGURES}/"
+        words += ", their figures too." if every_layer else ". `moepress report OUT --every-layer` draws all."
     return Choice("Layer", options, words)
 
 

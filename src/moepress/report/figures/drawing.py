@@ -39,6 +39,16 @@ def heat(
     axes.tick_params(length=0)
 
 
+def dots(axes: Axes, places: Sequence[tuple[float, float]], width: float, colour: str) -> None:
+    """Round dots of some points as a single path, however many there are: lines without length, with round ends."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
+    path = Path([place for place in places for _ in range(2)], [Path.MOVETO, Path.LINETO] * len(places))
+    path.should_simplify = False  # it would leave out lines without length
+    axes.add_patch(PathPatch(path, fill=False, edgecolor=colour, linewidth=width, capstyle="round"))
+
+
 def name_ticks(axis: Any, names: Sequence[str], room: int) -> None:
     """Names at equal distances, as many as there is room for."""
     step = -(-len(names) // max(room, 1))

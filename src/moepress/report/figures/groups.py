@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moepress.plan import LayerPlan
@@ -15,7 +16,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def groups(records: Records, layer: LayerPlan, shown: bool = True) -> Chart:
+def listed(experts: Sequence[int], most: int = 12) -> str:
+    """Each member of a large group says who is in it: all of them would be a text of the square of its size."""
+    said = ", ".join(map(str, experts[:most]))
+    return f"{said} and {len(experts) - most} more" if len(experts) > most else said
+
+
+def groups(records: Records, layer: LayerPlan) -> Chart:
     """Original experts above, those that are left below; a line is as thick as what an expert counts in its group."""
     short = records.short[layer.name]
     usage = records.usage.get(layer.name)
@@ -36,10 +43,10 @@ def groups(records: Records, layer: LayerPlan, shown: bool = True) -> Chart:
         many = len(group.members) > 1
         for expert, weight in zip(group.members, group.weights, strict=True):
             role = "leads" if expert == group.leader else "joins"
-            words = f"{role} {', '.join(map(str, group.members))} with weight {percent(weight)}" if many else "stays"
+            words = f"{role} {listed(group.members)} with weight {percent(weight)}" if many else "stays"
             said.append((above(expert), f"expert {expert}{used(expert)}: {words}"))
             rows.append([expert, place, role if many else "stays", weight])
-        said.append((below(place), f"new expert {place}: made of {', '.join(map(str, group.members))}"))
+        said.append((below(place), f"new expert {place}: made of {listed(group.members)}"))
     for expert in layer.dropped:
         said.append((above(expert), f"expert {expert}{used(expert)}: dropped"))
         rows.append([expert, "", "dropped", 0])
@@ -93,5 +100,4 @@ def groups(records: Records, layer: LayerPlan, shown: bool = True) -> Chart:
         ["expert", "new_expert", "role", "weight"],
         sorted(rows, key=lambda row: int(str(row[0]))),
         Points([x for (x, _), _ in said], [y for (_, y), _ in said], [text for _, text in said]),
-        shown=shown,
     )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def similarity(records: Records, layer: LayerPlan, shown: bool = True) -> Chart | None:
+def similarity(records: Records, layer: LayerPlan) -> Chart | None:
     found = records.similarity.get(layer.name)
     if found is None or len(found) < 2:
         return None
@@ -53,5 +53,4 @@ def similarity(records: Records, layer: LayerPlan, shown: bool = True) -> Chart 
         ["expert", *names],
         [[name, *(f"{value:.6g}" for value in row)] for name, row in zip(names, ordered, strict=True)],
         Cells([f"expert {e}" for e in order], [f"expert {e}" for e in order], values=ordered, unit=""),
-        shown=shown,
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moepress.report.chart import Cells, Chart
-from moepress.report.figures.drawing import heat, name_ticks
+from moepress.report.figures.drawing import dots, heat, name_ticks
 from moepress.report.numbers import percent
 from moepress.report.records import Records
 from moepress.report.style import WARM
@@ -42,8 +42,7 @@ def usage(records: Records) -> Chart | None:
         axes = figure.subplots()
         top = float(np.nanquantile(share, 0.995))
         heat(figure, axes, 100 * share, 0, 100 * top or 1, "per cent of the layer's routing decisions")
-        x, y = zip(*leaders, strict=True)
-        axes.scatter(x, y, s=min(24, (700 if wide else 300) / experts), color=WARM, linewidths=0)
+        dots(axes, leaders, min(5.0, (30 if wide else 13) / experts**0.5), WARM)
         name_ticks(axes.xaxis, [str(e) for e in range(experts)], 24 if wide else 12)
         name_ticks(axes.yaxis, names, 24)
         axes.set(xlabel="expert", ylabel="MoE layer")

@@ -222,6 +222,7 @@ def test_demo(run, tmp_path):
     assert code == 0, err
     shown = json.loads(text)
     original, compact, vanilla = shown["rows"]
+    assert (compact["name"], vanilla["name"]) == ("m-smoe, compact", "auto, vanilla")
     assert compact["bytes"] < 0.7 * original["bytes"] and vanilla["bytes"] < 0.7 * original["bytes"]
     assert original["perplexity"] < compact["perplexity"] < 3 * original["perplexity"]
     assert (tmp_path / "demo" / "demo.png").stat().st_size > 5000

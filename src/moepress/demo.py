@@ -14,7 +14,8 @@ from moepress.evaluation import compare
 from moepress.models.find import find_layers
 from moepress.progress import track
 
-FORMS = ("compact", "vanilla")
+WAYS = {"m-smoe": "compact", "auto": "vanilla"}
+"""The paper's merging and the default method, each in one of the two formats."""
 
 
 def run_demo(out: Path, overwrite: bool = True) -> dict[str, Any]:
@@ -27,19 +28,21 @@ def run_demo(out: Path, overwrite: bool = True) -> dict[str, Any]:
         same = compare(original, original, text)
         rows = [_row("original", original, same.model.perplexity, same.kl)]
         results = {}
-        for name in track(FORMS, "compress"):
-            results[name] = api.compress(
+        for method, form in track(list(WAYS.items()), "compress"):
+            results[method] = api.compress(
                 source,
-                out / name,
+                out / method,
+                method=method,
+                format=form,
                 calibration=str(assets / "demo-text.jsonl"),
                 keep=0.5,
                 overwrite=overwrite,
-                recipe={"format": name, "calibration": {"length": 256, "samples": 128}},
+                recipe={"calibration": {"length": 256, "samples": 128}},
             )
-            reloaded = load_model(out / name)
+            reloaded = load_model(out / method)
             score = compare(reloaded, original, text)
-            rows.append(_row(name, reloaded, score.model.perplexity, score.kl))
-    draw(results["compact"], out / "demo.png")
+            rows.append(_row(f"{method}, {form}", reloaded, score.model.perplexity, score.kl))
+    draw(results["m-smoe"], out / "demo.png")
     return {"folder": str(out), "rows": rows, "figure": str(out / "demo.png")}
 
 

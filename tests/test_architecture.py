@@ -40,7 +40,7 @@ fit trial command planning
 rebuild
 pipeline
 budget
-report bench
+report bench paper
 api
 training
 finetuning

@@ -9,22 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
 
 import moepress
 from moepress.checkpoint.compact import attach
 from moepress.checkpoint.load import load_model
-from moepress.checkpoint.sizes import disk_bytes, predicted_sizes, sizes_of
+from moepress.checkpoint.sizes import disk_bytes, sizes_of
 from moepress.checkpoint.vanilla import save_vanilla
 from moepress.data import window_batches
-from moepress.decompose.importance import Importance, factored_matrices
-from moepress.decompose.options import Decomposition
+from moepress.decompose.importance import factored_matrices
 from moepress.decompose.stable_rank import stable_ranks
 from moepress.errors import MoepressError
 from moepress.estimate import estimate
 from moepress.inspection import inspect_model
 from moepress.models.find import find_layers
-from moepress.models.layer import CompactSpec
 from moepress.pipeline import Outcome, press
 from moepress.recipe import make_recipe
 
@@ -180,38 +177,3 @@ def test_target_size_is_met(tmp_path: Path) -> None:
     target = int(before.other_bytes + 0.3 * before.expert_bytes)
     model, _ = pressed("qwen3_moe", "mc-smoe", keep=None, target_size=str(target))
     assert 0.8 * target < sizes_of(model).bytes <= target * 1.01
-
-
-# ---- the paper's numbers -----------------------------------------------------------------------------------------
-
-
-def paper_model() -> Any:
-    config = SwitchTransformersConfig(
-        vocab_size=32128, d_model=768, d_ff=3072, d_kv=64, num_heads=12, num_layers=12, num_decoder_layers=12,
-        num_sparse_encoder_layers=6, num_sparse_decoder_layers=6, num_experts=32,
-    )  # fmt: skip
-    with torch.device("meta"):
-        return SwitchTransformersForConditionalGeneration(config)
-
-
-@pytest.mark.parametrize(
-    ("experts", "millions", "rank"),
-    [(None, 1978.5, None), (8, 732.8, None), (8, 380.7, 32), (32, 570.2, 32)],
-    ids=["full", "m-smoe", "mc-smoe", "c-smoe"],
-)
-def test_switch_base_32_has_the_paper_s_size(experts: int | None, millions: float, rank: int | None) -> None:
-    """First layer untouched, 8 experts on average, rank 32, 10 %: parameters that are stored are those that the paper
-    counts as not zero."""
-    model = paper_model()
-    layers = find_layers(model)
-    assert len(layers) == 12
-    specs = {}
-    for layer in layers[1:]:
-        physical = experts or 32
-        factors = None
-        if rank is not None:
-            factors = Decomposition(rank, 0.1, False, "columns", Importance()).expected(layer.bank, physical)
-        if physical < 32 or factors is not None:
-            form = "redirect" if physical < 32 else "rows"
-            specs[layer.name] = CompactSpec(32, physical, form, factors=factors)
-    assert predicted_sizes(model, specs).parameters / 1e6 == pytest.approx(millions, rel=0.001)

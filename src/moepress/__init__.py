@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from moepress.errors import MoepressError
     from moepress.finetuning import finetune
     from moepress.inspection import inspect_model
+    from moepress.paper.sizes import paper_sizes
     from moepress.recipe import Recipe
     from moepress.training import recover
 
@@ -25,6 +26,7 @@ __all__ = [
     "export",
     "finetune",
     "inspect_model",
+    "paper_sizes",
     "record_evaluation",
     "recover",
     "verify",
@@ -42,6 +44,7 @@ _PLACES = {
     "recover": "moepress.training",
     "finetune": "moepress.finetuning",
     "inspect_model": "moepress.inspection",
+    "paper_sizes": "moepress.paper.sizes",
     "verify": "moepress.checkpoint.manifest",
     "Recipe": "moepress.recipe",
     "MoepressError": "moepress.errors",

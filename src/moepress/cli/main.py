@@ -19,6 +19,7 @@ from moepress.cli import (
     finetune,
     inspect,
     methods,
+    paper,
     recover,
     report,
     verify,
@@ -41,6 +42,7 @@ for command in (compress, recover, finetune, compare, inspect, evaluate, export,
     name = command.__name__.rpartition(".")[2]
     app.command(name)(getattr(command, name))
 app.add_typer(bench.app, name="bench")
+app.add_typer(paper.app, name="paper")
 
 
 def _show_version(wanted: bool) -> None:

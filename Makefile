@@ -11,7 +11,7 @@ LATEST := .venv-latest
 run_tests = OMP_NUM_THREADS=$(THREADS) $(1)/bin/python -m pytest -n $(WORKERS) --durations=10 $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-latest lint format bench docs wheel clean
+.PHONY: help demo test test-slow test-latest notebooks lint format bench docs wheel clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -27,6 +27,9 @@ test-slow: $(VENV)/.stamp ## the tests that take minutes
 
 test-latest: $(LATEST)/.stamp ## the tests, with the newest supported transformers
 	$(call run_tests,$(LATEST))
+
+notebooks: $(VENV)/.stamp ## run the notebooks, from the first cell to the last
+	$(call run_tests,$(VENV)) -m slow tests/test_notebooks.py
 
 lint: $(VENV)/.stamp ## ruff and mypy
 	$(VENV)/bin/ruff check

@@ -85,6 +85,13 @@ def test_methods_lists_everything(run):
     assert "m-smoe" in [entry["name"] for entry in json.loads(run("methods", "--json")[1])["method"]]
 
 
+def test_every_command_is_described_in_one_line(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for group in ([], ["bench"]):
+        code, out, _ = run(*group, "--help")
+        assert code == 0 and "Commands:" in out and "..." not in out.partition("Commands:")[2], out
+
+
 def test_version_names_what_bug_reports_need(run):
     code, text, _ = run("--version")
     assert code == 0 and all(word in text for word in (moepress.__version__, "torch", "transformers", "Python"))
@@ -118,6 +125,17 @@ MISTAKES = {
     "no such text": (["compress", MODEL, "-o", "OUT", "--keep", "8", "--calibration", "absent.jsonl"], "absent.jsonl"),
     "no such recipe": (
         ["compress", MODEL, "-o", "OUT", "--keep", "8", "--recipe", "absent.yaml", "--calibration", TEXT], "no recipe",
+    ),
+    "all experts": (
+        ["compress", MODEL, "-o", "OUT", "--keep", "16", "--calibration", TEXT], "nothing would be smaller",
+    ),
+    "larger than it is": (
+        ["compress", MODEL, "-o", "OUT", "--target-size", "1GB", "--method", "m-smoe", "--dry-run", "--calibration",
+         TEXT],
+        "nothing would be smaller",
+    ),
+    "no such device": (
+        ["compress", MODEL, "-o", "OUT", "--keep", "8", "--device", "cdua", "--calibration", TEXT], "use cpu or cuda",
     ),
     "nothing to export": (["export", MODEL, "-o", "OUT"], "not a compact checkpoint"),
     "text and task": (["evaluate", MODEL], "either text or a task"),

@@ -36,7 +36,7 @@ from moepress.command import compress_command
 from moepress.data.batches import calibration_batches, fingerprint_of
 from moepress.decompose.stable_rank import mean_ranks
 from moepress.errors import MoepressError
-from moepress.fit import check_fit, needs_text, needs_whole, parse_size
+from moepress.fit import check_fit, check_smaller, needs_text, needs_whole, parse_size
 from moepress.models.find import find_layers
 from moepress.models.weights import Weights
 from moepress.observe import Statistics
@@ -138,7 +138,7 @@ def compress(
         raise MoepressError("calibration text is missing: give calibration=FILE, a Hub dataset or a task")
     if out is None:
         loaded, tokenizer, _ = open_source(model, tokenizer, device, trust_remote_code, revision)
-        return _run(loaded, tokenizer, made, saved_statistics, saved_plan)
+        return _run(loaded, tokenizer, made, saved_statistics, saved_plan, written=False)
     name = model.config._name_or_path if isinstance(model, PreTrainedModel) else os.fspath(model)
     vanilla = made.format == "vanilla"
     records = records_beside(out) if vanilla else Path(out, RECORDS)
@@ -261,9 +261,12 @@ def _run(
     plan: Plan | None,
     job: Job | None = None,
     memory: int | None = None,
+    written: bool = True,
 ) -> Compressed:
     if compact_specs(model):
         raise MoepressError(COMPACT_ALREADY)
+    if written and plan is None:
+        check_smaller(recipe, model, find_layers(model))
     before = sizes_of(model)
 
     def batches():  # type: ignore[no-untyped-def]

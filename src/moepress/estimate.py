@@ -18,7 +18,7 @@ from moepress.api import open_source
 from moepress.checkpoint.sizes import human_size, predicted_sizes, sizes_of
 from moepress.data.batches import calibration_batches
 from moepress.decompose.options import shape_so_far
-from moepress.fit import average_experts, check_fit, check_gradients, skipped_layers
+from moepress.fit import average_experts, check_fit, check_gradients, check_smaller, skipped_layers
 from moepress.models.find import find_layers
 from moepress.models.inputs import ExpertInputs
 from moepress.models.layer import CompactSpec, MoELayer
@@ -66,6 +66,7 @@ def estimate(
     loaded, tokenizer, _ = open_source(model, None, None, trust_remote_code, revision)
     layers = find_layers(loaded)
     check_fit(recipe, layers)
+    check_smaller(recipe, loaded, layers)
     skipped = skipped_layers(recipe, loaded, layers)
     average = average_experts(recipe, loaded, layers, skipped)
     planner = planner_of(recipe)

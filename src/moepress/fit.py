@@ -146,6 +146,17 @@ def average_experts(recipe: Recipe, model: nn.Module, layers: list[MoELayer], sk
     return min(average, float(experts))
 
 
+def check_smaller(recipe: Recipe, model: nn.Module, layers: list[MoELayer]) -> None:
+    """Before something is written: would anything become smaller?"""
+    if recipe.decomposition() is not None or (recipe.keep is None) == (recipe.target_size is None):
+        return  # experts become smaller, or `check_fit` says what is wrong
+    skipped = skipped_layers(recipe, model, layers)
+    average = average_experts(recipe, model, layers, skipped)
+    if average >= max(layer.num_experts for layer in layers if layer.name not in skipped):
+        given = f"keep={recipe.keep}" if recipe.keep is not None else f"target_size {recipe.target_size}"
+        raise MoepressError(f"{given} keeps all {average:g} experts a layer: nothing would be smaller; ask for less")
+
+
 def _kept_bytes(layer: MoELayer, decomposition: Decomposition | None) -> int:
     """What one kept expert will take, on average over the layers where they are decomposed."""
     if decomposition is None:

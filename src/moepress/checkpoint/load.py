@@ -94,6 +94,16 @@ def load_skeleton(source: AnyPath, *, trust_remote_code: bool = False, revision:
     return model.eval()
 
 
+def _device(name: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise MoepressError(f"device {name!r} is none that torch knows: use cpu or cuda, or cuda:1") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise MoepressError(f"device {name!r} cannot be used: torch sees no CUDA device here; use cpu")
+    return device
+
+
 def load_model(
     source: AnyPath,
     *,
@@ -119,7 +129,7 @@ def load_model(
     loader = model_class(config)
     options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
     if device is not None:
-        options["device_map"] = {"": torch.device(device)}
+        options["device_map"] = {"": _device(device)}
     if trust_remote_code:
         options["trust_remote_code"] = True
     try:

@@ -38,7 +38,7 @@ def align(
     seed: Annotated[int, typer.Option(help="Of the experts.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Align the experts of a layer: SciPy as in the paper's code, and ours."""
+    """Align the experts of a layer. With SciPy as in the paper's code, and with ours."""
     from moepress.bench.align import FAMILIES, Settings, run
 
     settings = Settings(
@@ -79,7 +79,7 @@ def memory(
     seed: Annotated[int, typer.Option(help="Of weights and text.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Peak memory and time of compressing a random checkpoint of any size."""
+    """Peak memory and time of compressing a random checkpoint. Of any size."""
     from moepress.bench.memory import Settings, run
 
     settings = Settings(

@@ -32,7 +32,7 @@ def compare(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, …")] = None,
     as_json: Json = False,
 ) -> None:
-    """Methods side by side: quality, size, time and memory under equal conditions. What an interrupted comparison has
+    """Methods side by side: quality, size, time and memory. Conditions are equal. What an interrupted comparison has
     measured is used when it is started again."""
     from moepress.comparison import Comparing, compare_methods
     from moepress.comparison.tables import tables_of

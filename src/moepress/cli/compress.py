@@ -13,7 +13,7 @@ from moepress.errors import MoepressError
 def compress(
     model: Annotated[str, typer.Argument(help="A folder or a Hub name.")],
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Where the smaller model goes.")] = None,
-    method: Annotated[str | None, typer.Option(help="See `moepress methods`.")] = None,
+    method: Annotated[str | None, typer.Option(help="See `moepress methods`. [default: auto]")] = None,
     preset: Annotated[str | None, typer.Option(help="A named variation of the method, such as paper.")] = None,
     keep: Annotated[str | None, typer.Option(help="Experts per layer: a count (8) or a fraction (0.5).")] = None,
     target_size: Annotated[
@@ -40,7 +40,7 @@ def compress(
     seed: Annotated[int | None, typer.Option(help="Of everything random. [default: 0]")] = None,
     recipe: Annotated[Path | None, typer.Option(help="A YAML recipe; options here go over it.")] = None,
     set: Annotated[
-        list[str] | None, typer.Option("--set", help="Any recipe entry: --set plan.similarity=router-weight.")
+        list[str] | None, typer.Option("--set", help="Any recipe entry that the method uses: --set plan.skip=auto.")
     ] = None,
     plan: Annotated[Path | None, typer.Option(help="Use this (edited) plan.json instead of making one.")] = None,
     statistics: Annotated[Path | None, typer.Option(help="Use these saved statistics instead of calibrating.")] = None,

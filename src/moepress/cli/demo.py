@@ -14,7 +14,7 @@ def demo(
     overwrite: Annotated[bool, typer.Option(help="Replace results that exist.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Compress the small model that comes with moepress to half of its experts; under a minute, no downloads."""
+    """Halve the experts of the small model that comes along. Takes under a minute, no downloads."""
     from moepress.demo import run_demo
 
     with quiet_if(as_json):

@@ -28,7 +28,7 @@ def evaluate(
     record: Annotated[bool, typer.Option(help="Add the result to the report of an output of compress.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Perplexity, KL to the original and agreement on text; the metrics of a task."""
+    """Perplexity, KL to the original and agreement on text. The metrics of a task."""
     from moepress import api
     from moepress.report import has_records
 

@@ -19,7 +19,7 @@ def export(
     max_shard_size: Annotated[str, typer.Option(help="Of the output's files.")] = "5GB",
     as_json: Json = False,
 ) -> None:
-    """Write a compact checkpoint as a vanilla one that loads without moepress."""
+    """Write a compact checkpoint as one that loads without moepress."""
     from moepress import api
     from moepress.inspection import inspect_model
 

@@ -18,8 +18,12 @@ def finetune(
     lr: Annotated[
         str | None, typer.Option(help="Learning rate; several, with commas, are all tried. [default: the paper's]")
     ] = None,
-    batch_size: Annotated[str | None, typer.Option(help="The same of samples of a step.")] = None,
-    epochs: Annotated[str | None, typer.Option(help="The same of rounds through the examples. [default: 3]")] = None,
+    batch_size: Annotated[
+        str | None, typer.Option(help="Samples of a step; several, as for --lr. [default: the paper's]")
+    ] = None,
+    epochs: Annotated[
+        str | None, typer.Option(help="Rounds through the examples; several, as for --lr. [default: 3]")
+    ] = None,
     search: Annotated[bool, typer.Option(help="Try the paper's grid of everything that is not given.")] = False,
     train: Annotated[
         str | None, typer.Option(help="all, all-but-router, moe, experts or router. [default: all]")
@@ -38,7 +42,7 @@ def finetune(
     device: Annotated[str | None, typer.Option(help="cpu, or what accelerate finds.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Fine-tune a pretrained model on a labelled task: the full model that a compressed one learns from."""
+    """Fine-tune a pretrained model on a labelled task. A compressed one can learn from it."""
     from moepress.finetuning import finetune as run
 
     options = given_options(

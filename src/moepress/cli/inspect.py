@@ -13,7 +13,7 @@ def inspect(
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the model.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Layers, experts, sizes and router of a model; what would be refused, and why. Reads no weights."""
+    """Layers, experts, sizes and router of a model. What would be refused, and why. Reads no weights."""
     from moepress.inspection import inspect_model
 
     seen = inspect_model(model, trust_remote_code=trust_remote_code, revision=revision)

@@ -64,6 +64,11 @@ def options(
     pass
 
 
+def _how_on(command: list[str]) -> str:
+    resumable = command and command[0] in ("compress", "recover", "finetune")
+    return "; if some of the work was finished, the same command with --resume goes on" if resumable else ""
+
+
 def main() -> None:
     try:
         app()
@@ -72,5 +77,5 @@ def main() -> None:
         sys.exit(2)
     except SystemExit as stop:
         if stop.code == INTERRUPTED:  # typer turns Ctrl-C into this and says nothing
-            print("moepress: interrupted; nothing was written", file=sys.stderr)
+            print(f"moepress: interrupted; no output was written{_how_on(sys.argv[1:2])}", file=sys.stderr)
         raise

@@ -9,7 +9,7 @@ from moepress.cli.output import Json, print_json
 
 
 def methods(as_json: Json = False) -> None:
-    """Every method and component: what it does, its parameters, its paper."""
+    """Every method and component. What it does, its parameters, its paper."""
     from moepress.methods import METHODS
     from moepress.recipe import PLACES
 

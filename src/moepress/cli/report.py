@@ -15,7 +15,7 @@ def report(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Draw the report of an output again: one page, its figures as SVG and PNG, their data as CSV."""
+    """Draw the report of an output again. One page, its figures as SVG and PNG, their data as CSV."""
     from moepress import api
 
     page = api.write_report(out, every_layer)

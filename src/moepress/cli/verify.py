@@ -13,7 +13,7 @@ def verify(
     folder: Annotated[Path, typer.Argument(help="An output of `moepress compress`.")],
     as_json: Json = False,
 ) -> None:
-    """Check every file of an output against the checksums that were taken when it was written."""
+    """Check every file of an output against its checksums. They were taken when it was written."""
     import moepress
     from moepress.checkpoint.sizes import human_size
 

@@ -36,7 +36,7 @@ from moepress.command import compress_command
 from moepress.data.batches import calibration_batches, fingerprint_of
 from moepress.decompose.stable_rank import mean_ranks
 from moepress.errors import MoepressError
-from moepress.fit import check_fit, check_smaller, needs_text, needs_whole, parse_size
+from moepress.fit import bytes_from, check_fit, check_smaller, needs_text, needs_whole, shard_bytes
 from moepress.models.find import find_layers
 from moepress.models.weights import Weights
 from moepress.observe import Statistics
@@ -191,17 +191,6 @@ def compress(
         note = f"the report could not be drawn ({type(error).__name__}: {error}); all else is complete"
         result.outcome.notes.append(note)
     return result
-
-
-def bytes_from(size: int | str | None) -> int | None:
-    return parse_size(size) if isinstance(size, str) else size
-
-
-def shard_bytes(size: int | str) -> int:
-    found = size if isinstance(size, int) else parse_size(size)
-    if found < 1:
-        raise MoepressError(f"max_shard_size must be positive, not {size}")
-    return found
 
 
 def what_decides(

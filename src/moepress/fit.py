@@ -171,3 +171,14 @@ def parse_size(text: str) -> int:
     if match is None or match.group(2) not in UNITS or match.group(1).count(".") > 1 or match.group(1) == ".":
         raise MoepressError(f"{text!r} is not a size: write 12GB or 700MiB")
     return int(float(match.group(1)) * UNITS[match.group(2)])
+
+
+def bytes_from(size: int | str | None) -> int | None:
+    return parse_size(size) if isinstance(size, str) else size
+
+
+def shard_bytes(size: int | str) -> int:
+    found = size if isinstance(size, int) else parse_size(size)
+    if found < 1:
+        raise MoepressError(f"max_shard_size must be positive, not {size}")
+    return found

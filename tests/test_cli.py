@@ -15,6 +15,7 @@ import pytest
 
 import moepress
 from moepress.cli import main
+from moepress.cli.output import print_table
 from moepress.plan import Plan
 
 ASSETS = Path(moepress.__file__).parent / "assets"
@@ -90,6 +91,12 @@ def test_every_command_is_described_in_one_line(run, monkeypatch):
     for group in ([], ["bench"]):
         code, out, _ = run(*group, "--help")
         assert code == 0 and "Commands:" in out and "..." not in out.partition("Commands:")[2], out
+
+
+def test_a_note_is_not_broken_to_the_width_of_its_table(capsys):
+    note = "observe 0.5 s, plan 0.0 s, merge 0.3 s, write 0.1 s"
+    print_table("a", ["", "b"], [["c", "d"]], note)
+    assert note in capsys.readouterr().out.splitlines()
 
 
 def test_version_names_what_bug_reports_need(run):

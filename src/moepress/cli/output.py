@@ -28,9 +28,11 @@ def print_json(value: Any) -> None:
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]], note: str = "") -> None:
-    table = Table(title=title, title_justify="left", caption=note or None, caption_justify="left")
+    table = Table(title=title, title_justify="left")
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
     Console().print(table)
+    if note:  # not as the table's caption, which would be broken to the table's width
+        typer.echo(note)

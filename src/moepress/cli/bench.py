@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moepress.cli.output import Json, print_json, print_table, quiet_if
+from moepress.cli.output import Json, print_results, quiet_if
 
 app = typer.Typer(no_args_is_help=True, help="Measure moepress against what it replaces.", rich_markup_mode=None)
 
@@ -55,12 +55,7 @@ def align(
     )
     with quiet_if(as_json):
         data, tables = run(settings, out)
-    if as_json:
-        print_json(data)
-        return
-    for table in tables:
-        print_table(table.title, table.columns, table.rows, table.note)
-    typer.echo(f"Written to {out}")
+    print_results(data, tables, f"Written to {out}", as_json)
 
 
 @app.command()
@@ -95,9 +90,4 @@ def memory(
     )
     with quiet_if(as_json):
         data, tables = run(settings, out)
-    if as_json:
-        print_json(data)
-        return
-    for table in tables:
-        print_table(table.title, table.columns, table.rows, table.note)
-    typer.echo(f"Written to {out}")
+    print_results(data, tables, f"Written to {out}", as_json)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from moepress.cli.compress import parse_int, parse_keep
-from moepress.cli.output import Json, print_json, print_table, quiet_if
+from moepress.cli.output import Json, print_results, quiet_if
 from moepress.errors import MoepressError
 
 
@@ -57,12 +57,7 @@ def compare(
     )
     with quiet_if(as_json):
         data = compare_methods(asked, out)
-    if as_json:
-        print_json(data)
-        return
-    for table in tables_of(data):
-        print_table(table.title, table.columns, table.rows, table.note)
-    typer.echo(f"Page: {out / 'compare.html'}")
+    print_results(data, tables_of(data), f"Page: {out / 'compare.html'}", as_json)
 
 
 def parse_bits(text: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -36,3 +36,13 @@ def print_table(title: str, columns: list[str], rows: list[list[str]], note: str
     Console().print(table)
     if note:  # not as the table's caption, which would be broken to the table's width
         typer.echo(note)
+
+
+def print_results(data: Any, tables: Iterable[Any], written: str, as_json: bool) -> None:
+    """What was measured, as data or as tables, and then a line that says where it lies."""
+    if as_json:
+        print_json(data)
+        return
+    for table in tables:
+        print_table(table.title, table.columns, table.rows, table.note)
+    typer.echo(written)

@@ -40,13 +40,14 @@ fit trial command planning
 rebuild
 pipeline
 budget
-report bench paper
+report bench
 api
 training
 finetuning
 estimate
 inspection
 comparison
+paper
 demo
 cli
 """

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from moepress.cli.output import Json, print_json, print_table
+from moepress.cli.compress import given_options, parse_int, parse_keep
+from moepress.cli.output import Json, print_json, print_results, print_table, quiet_if
+from moepress.paper.tables import TABLES, Quality, Several
 
-app = typer.Typer(no_args_is_help=True, help="The paper's figures, and ours beside them.", rich_markup_mode=None)
+app = typer.Typer(help="The paper's tables and figures, and ours beside them.", rich_markup_mode=None)
 
 
-@app.callback()
-def options() -> None:
-    pass
+@app.callback(invoke_without_command=True)
+def options(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo("Tables of the paper: moepress paper NAME; --help after a name says what it takes.\n")
+        for command in context.command.list_commands(context):  # type: ignore[attr-defined]
+            typer.echo(f"{command:18} {context.command.get_command(context, command).help}")  # type: ignore[attr-defined]
 
 
 @app.command()
@@ -47,3 +54,69 @@ def sizes(
             if row.model == name
         ]
         print_table(name, columns, cells, NOTE if name == names[-1] else "")
+
+
+Model = Annotated[str, typer.Option(help="A folder or a Hub name; the original, with all its experts.")]
+Text = Annotated[str | None, typer.Option(help="Held-out text to judge by; with --calibration.")]
+Calibration = Annotated[str | None, typer.Option(help="Text to calibrate on, as for compress; with --text.")]
+Tasks = Annotated[list[str] | None, typer.Option(help="A labelled task, such as sst2@FOLDER (repeat).")]
+Keep = Annotated[str | None, typer.Option(help="Experts per layer: a count or a fraction. [default: the paper's]")]
+Samples = Annotated[str, typer.Option(help="Calibration samples, or `all`.")]
+Limit = Annotated[str, typer.Option(help="Held-out samples, or records of a task, or `all`.")]
+Length = Annotated[int, typer.Option(help="Tokens of a sample.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Samples of a forward pass.")]
+Changes = Annotated[list[str] | None, typer.Option("--set", help="A recipe entry over those of every row.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, …")]
+
+
+def quality_command(table: Quality | Several) -> Callable[..., None]:
+    def command(
+        model: Model,
+        text: Text = None,
+        calibration: Calibration = None,
+        task: Tasks = None,
+        out: Annotated[Path, typer.Option("-o", "--out", help="Folder of the results.")] = Path("out/paper"),
+        keep: Keep = None,
+        seeds: Annotated[int, typer.Option(min=1, help="Runs of each row, on other calibration samples.")] = 3,
+        samples: Samples = "256",
+        limit: Limit = "all",
+        length: Length = 512,
+        batch_size: BatchSize = 8,
+        scoring: Annotated[str | None, typer.Option(help="Of tasks, as for evaluate.")] = None,
+        set: Changes = None,
+        device: Device = None,
+        as_json: Json = False,
+    ) -> None:
+        from moepress.paper.asked import Asked
+        from moepress.paper.quality import make_table
+        from moepress.paper.words import tables_of
+
+        asked = Asked(
+            table.name,
+            model,
+            text,
+            calibration,
+            tuple(task or ()),
+            keep=parse_keep(keep),
+            seeds=seeds,
+            samples=count("--samples", samples),
+            limit=count("--limit", limit),
+            length=length,
+            batch_size=batch_size,
+            scoring=scoring,
+            changes=given_options({}, set or []),
+            device=device,
+        )
+        with quiet_if(as_json):
+            data = make_table(asked, out)
+        print_results(data, tables_of(data), f"Written to {out / table.name}.json, .md and .png", as_json)
+
+    return command
+
+
+def count(option: str, text: str) -> Any:
+    return text if text == "all" else parse_int(option, text)
+
+
+for made in TABLES.values():
+    app.command(made.name, help=f"{made.title}. {made.needs}")(quality_command(made))

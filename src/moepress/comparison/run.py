@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import time
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 
 from moepress.api import compress as compress_model
 from moepress.api import open_source, prepare_recipe
-from moepress.bench.results import write
+from moepress.bench.results import continued, save, write
 from moepress.bench.timing import machine, machine_words
 from moepress.checkpoint.sizes import sizes_of
 from moepress.comparison.page import write_page
@@ -102,7 +101,12 @@ def compare_methods(asked: Comparing, folder: str | os.PathLike[str]) -> dict[st
         recipe = made(run, asked)
         check_fit(recipe, layers)
         average_experts(recipe, original, layers, skipped_layers(recipe, original, layers))
-    data = begun(folder, asked)
+    data = continued(
+        folder,
+        FILE,
+        {"command": asked.command(), "settings": asdict(asked), "rows": {}, "out_of_reach": {}},
+        may_grow=("methods", "keep", "seeds", "bits", "equal_bytes"),
+    )
     text = held_out(asked, tokenizer, original)
     described = machine(next(original.parameters()).device)
     data["machine"] = described | {"words": machine_words(described)}
@@ -116,7 +120,7 @@ def compare_methods(asked: Comparing, folder: str | os.PathLike[str]) -> dict[st
         for run in track(chosen, "compare"):
             if run.name not in data["rows"]:
                 data["rows"][run.name] = measure(run, asked, original, tokenizer, text, written)
-                save(folder, data)
+                save(folder, FILE, data)
 
     rounding = [Run("rounding", f"{bits} bits", bits=bits) for bits in asked.bits]
     carry_out(rounding)
@@ -213,33 +217,3 @@ def measure(
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return row
-
-
-def begun(folder: Path, asked: Comparing) -> dict[str, Any]:
-    fresh: dict[str, Any] = {
-        "command": asked.command(),
-        "settings": json.loads(json.dumps(asdict(asked))),
-        "rows": {},
-        "out_of_reach": {},
-    }
-    file = folder / f"{FILE}.json"
-    if not file.is_file():
-        return fresh
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        known = found["settings"]
-        rows = found["rows"]
-    except (ValueError, KeyError, TypeError):
-        raise MoepressError(f"{file} is no comparison that could be continued: give another folder") from None
-    for name in ("methods", "keep", "seeds", "bits", "equal_bytes"):  # what may grow
-        known = {**known, name: fresh["settings"][name]}
-    if known != fresh["settings"]:
-        raise MoepressError(f"{file} is a comparison under other conditions: give another folder")
-    return fresh | {"rows": rows}
-
-
-def save(folder: Path, data: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{FILE}.json"
-    partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, folder / f"{FILE}.json")

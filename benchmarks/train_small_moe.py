@@ -4,7 +4,8 @@
 
 LAYOUT: `olmoe` (64 experts top-8), `deepseek` (shared expert, sigmoid + bias, groups), `balanced` (Qwen3-MoE,
 16 experts top-4, strong load balancing), for a GPU; `olmoe-small` and `deepseek-small` are a third as large, for an
-hour on one CPU core. FOLDER of the corpus: *.jsonl.xz with `text`, `domain`, `split`.
+hour on one CPU core (`--device cpu --batch 12 --minutes 75 --embeddings demo-moe`). FOLDER of the corpus: *.jsonl.xz
+with `text`, `domain`, `split`.
 """
 
 from __future__ import annotations
@@ -114,10 +115,14 @@ def train(
     batch: int,
     lr: float,
     device: str,
+    embeddings: Path | None,
 ) -> None:
     torch.manual_seed(0)
     draw = np.random.default_rng(0)
     model = tr.AutoModelForCausalLM.from_config(LAYOUTS[layout]()).to(device)
+    if embeddings is not None:
+        trained = tr.AutoModelForCausalLM.from_pretrained(embeddings).get_input_embeddings().weight
+        model.get_input_embeddings().weight.data.copy_(trained.float())
     if device == "cpu":  # experts in a loop: the grouped product that is the default copies whole tensors there
         model.set_experts_implementation("eager")
     print(layout, f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
@@ -182,6 +187,7 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--embeddings", type=Path, help="a trained model of the same width to take them from")
     given = parser.parse_args()
     data = load_corpus(given.corpus, given.tokenizer, given.cache)
-    train(given.layout, data, given.out, given.minutes, given.batch, given.lr, given.device)
+    train(given.layout, data, given.out, given.minutes, given.batch, given.lr, given.device, given.embeddings)

@@ -11,7 +11,7 @@ from moepress.errors import MoepressError
 from moepress.models.find import find_layers
 from moepress.models.walk import CalibrationBatch, walk
 from moepress.observe import STATISTICS, LayerShape, Statistics
-from moepress.observe.output_peak import peaks
+from moepress.observe.output_norm import peaks
 
 from . import zoo
 
@@ -70,7 +70,7 @@ def test_equal_to_a_plain_count(name):
         assert torch.allclose(statistics.of(visit.layer, "output-norm")["gated"], gated, rtol=1e-4)
         assert statistics.of(visit.layer, "features")["count"].sum() == counts.sum()
         assert torch.allclose(statistics.of(visit.layer, "gated-output")["sum"], added, rtol=1e-3, atol=1e-5)
-        found = peaks(statistics.of(visit.layer, "output-peak"))
+        found = peaks(statistics.of(visit.layer, "output-norm"))
         assert bool((found >= 0.9999 * peak).all() and (found <= peak * 1.12).all())  # 1.12: the 32nd root of 36 tokens
         assert torch.allclose(statistics.of(visit.layer, "mean-output")["sum"], said, rtol=1e-3, atol=1e-5)
         assert statistics.of(visit.layer, "mean-output")["tokens"].item() == tokens

@@ -40,7 +40,11 @@ def facts(index: int, counts: list[int], seed: int = 0, width: int = 6, groups: 
         "router-gram": {"gram": logits_TE.T @ logits_TE},
         "gradient-gram": {"gram": logits_TE[:9].T @ logits_TE[:9]},
         "features": {name: normal(experts, width).double().abs() for name in ("sum", "abs", "square")},
-        "output-peak": {"power": torch.full((experts,), 2.0).double() ** 32},
+        "output-norm": {
+            "power": torch.full((experts,), 2.0).double() ** 32,
+            "gated": torch.tensor(counts, dtype=torch.float64),
+            "routed": torch.tensor(counts, dtype=torch.float64),
+        },
         "gated-output": {"sum": normal(experts, width).double()},
         "mean-output": {"sum": normal(experts, width).double(), "tokens": torch.tensor([2.0]).double()},
     }
@@ -280,19 +284,51 @@ def test_guarded_experts_are_left_alone(grouping, situation, data):
 @pytest.mark.parametrize("grouping", ["dominant", "hierarchical", "capped", "prune"])
 def test_super_experts_stay_whatever_their_score(grouping):
     layer = facts(0, [9, 5, 0, 3, 2, 1])
-    layer.statistics["output-peak"]["power"][2] = 50.0**32
+    layer.statistics["output-norm"]["power"][2] = 50.0**32
     router = "keep" if grouping == "prune" else "redirect"
     guarded = replace(
         planner("uniform", router=router), grouping=GROUPINGS.create(grouping), guard=GUARDS.create("super-experts")
     )
     groups = guarded.make([layer], set(), 3.0).layers[0].groups
     assert len(groups) == 3 and [group.members for group in groups if group.leader == 2] == [(2,)]
-    assert "output-peak" in guarded.needs
-    layer.statistics["output-peak"]["power"][:4] = 50.0**32  # the rule now, not the exception
+    assert "output-norm" in guarded.needs
+    layer.statistics["output-norm"]["power"][:4] = 50.0**32  # the rule now, not the exception
     assert guarded.guard.alone(layer) == frozenset()
     with pytest.raises(MoepressError, match="must stay as well"):
-        layer.statistics["output-peak"]["power"][:] = torch.tensor([1.0, 1, 1, 1, 50, 50]).double() ** 32
+        layer.statistics["output-norm"]["power"][:] = torch.tensor([1.0, 1, 1, 1, 50, 50]).double() ** 32
         replace(guarded, grouping=GROUPINGS.create("prune"), router="redirect").make([layer], set(), 1.0)
+
+
+def test_rare_experts_stay_whatever_their_score():
+    layer = facts(0, [4000, 3000, 2000, 1000, 200, 100])
+    sums = layer.statistics["output-norm"]
+    guard = GUARDS.create("rare-experts")
+    assert guard.alone(layer) == frozenset()
+    sums["gated"][4] = 10 * sums["routed"][4]
+    sums["gated"][5] = 10 * sums["routed"][5]  # no more than noise
+    sums["gated"][0] = 10 * sums["routed"][0]  # not rare
+    assert guard.alone(layer) == {4}
+    guarded = replace(planner("uniform", router="keep"), grouping=GROUPINGS.create("prune"), guard=guard)
+    assert {group.leader for group in guarded.make([layer], set(), 3.0).layers[0].groups} == {0, 1, 4}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.floats(0.1, 1000), min_size=8, max_size=8),
+    st.integers(2, 7),
+    st.sampled_from([1, 2]),
+    st.floats(0.1, 1),
+)
+def test_exceptional_experts_get_a_share_of_the_places(peak, keep, groups, most):
+    layer = replace(facts(0, [500] * 8, groups=groups), keep=keep)
+    layer.statistics["output-norm"]["power"] = torch.tensor(peak, dtype=torch.float64) ** 32
+    alone, beyond = GUARDS.create("exceptional", most=most).alone(layer), GUARDS.create("super-experts").alone(layer)
+    assert alone <= beyond
+    for start in range(0, 8, 8 // groups):
+        block = set(range(start, start + 8 // groups))
+        assert len(alone & block) == min(len(beyond & block), int(most * keep / groups))
+        if alone & block and (left := (beyond - alone) & block):
+            assert min(peak[e] for e in alone & block) >= max(peak[e] for e in left)
 
 
 def test_scores_weigh_where_the_operator_wants_them():

@@ -11,5 +11,6 @@ class Auto(PruneRefit):
     defaults = PruneRefit.defaults | {
         "plan.saliency": "elimination",
         "plan.rivals": ["reap-all", "reap"],
+        "plan.guard": "exceptional",
         "refit.method": {"name": "least-squares", "otherwise": "nothing"},
     }

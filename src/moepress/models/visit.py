@@ -80,6 +80,25 @@ class LayerVisit:
         visit.remember()
         return visit
 
+    def narrowed(self, i: int, row_N: Tensor) -> LayerVisit | None:
+        """A visit of some tokens of one batch, with which routing can be asked for at little cost. None where the block
+        does not decide on each token by itself."""
+        stop, tokens = self._waiting[i], self.batch_size(i)
+        given = [value for value in (*stop.args, *stop.kwargs.values()) if isinstance(value, Tensor)]
+        if len(given) != 1 or given[0].numel() != tokens * given[0].shape[-1] or self.layer.router.capacity is not None:
+            return None
+        few_ND = given[0].reshape(tokens, -1)[row_N]
+        few = few_ND[None] if given[0].dim() == 3 else few_ND
+        args = tuple(few if value is given[0] else value for value in stop.args)
+        kwargs = {name: few if value is given[0] else value for name, value in stop.kwargs.items()}
+        keep = {self.layer.stack: self._batches[i].keep[self.layer.stack].reshape(-1)[row_N.cpu()]}
+        batch = CalibrationBatch({}, keep, self.domain(i))
+        visit = LayerVisit(self.layer, self._forward, {0: Stop(self.layer, args, kwargs)}, [batch])
+        there, here = self.observe(i)[0].routing.at(row_N), visit.routing_without(0, [])
+        if not torch.equal(there.index_TK, here.index_TK) or not torch.allclose(there.weight_TK, here.weight_TK, 1e-3):
+            return None
+        return visit
+
     def batches(self) -> Iterator[LayerBatch]:
         """Run the layer on each waiting batch and show what its router decided. May be called more than once."""
         for i in self._waiting:
@@ -166,8 +185,7 @@ class LayerVisit:
     def routing_without(self, i: int, experts: list[int], each_T: Tensor | None = None) -> Routing:
         """What the model's own router decides on one batch when it may choose none of some experts and, with `each_T`,
         not that one expert of each token either."""
-        device = self.observe(i)[0].keep_T.device
-        forbidden_TN = torch.tensor(experts, dtype=torch.long, device=device)[None]
+        forbidden_TN = torch.tensor(experts, dtype=torch.long, device=self.layer.router.weight_ED.device)[None]
         if each_T is not None:
             forbidden_TN = torch.cat([forbidden_TN.expand(len(each_T), -1), each_T[:, None]], dim=1)
         adapter, block = self.layer.adapter, self.layer.block

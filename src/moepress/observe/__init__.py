@@ -6,7 +6,6 @@ from moepress.observe import (  # noqa: F401 - registration
     gradient_gram,
     mean_output,
     output_norm,
-    output_peak,
     router_gram,
     usage,
 )

@@ -19,7 +19,7 @@ from moepress.models.visit import CalibrationBatch, LayerVisit
 from moepress.observe.gradients import GradientStatistic, from_gradients, gather_gradients
 from moepress.observe.statistic import STATISTICS, LayerShape, Statistic
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 class Statistics:

@@ -116,7 +116,8 @@ class Planner:
         """One layer's plan, once it is known how many experts it keeps."""
         if count == facts.experts:
             return LayerPlan.keep_all(facts.name, facts.experts)
-        score_E = self.score(replace(facts, keep=count), saliency)
+        facts = replace(facts, keep=count)
+        score_E = self.score(facts, saliency)
         router_groups = facts.router.groups if self.router != "redirect" else 1
         alone = self.guard.alone(facts)
         leaders = strongest(first(score_E, alone), count, router_groups)

@@ -1,9 +1,10 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from moepress.errors import MoepressError
-from moepress.observe.output_peak import peaks
+from moepress.observe.output_norm import peaks
 from moepress.plan.facts import LayerFacts
 from moepress.plan.guard.base import GUARDS, Guard
 
@@ -18,15 +19,24 @@ class SuperExperts(Guard):
     """How many times the median of the layer's experts is far beyond."""
 
     paper = "REAP, https://arxiv.org/abs/2510.13999, after https://arxiv.org/abs/2507.23279"
-    needs = ("output-peak",)
+    needs = ("output-norm",)
 
     def __post_init__(self) -> None:
         if not self.times > 1:
             raise MoepressError(f"super-experts: times must be above 1, not {self.times}")
 
     def alone(self, facts: LayerFacts) -> frozenset[int]:
-        peak_E = peaks(facts.statistics["output-peak"])
+        return frozenset(self.ranked(facts))
+
+    def ranked(self, facts: LayerFacts) -> list[int]:
+        """The same, the farthest first."""
+        peak_E = peaks(facts.statistics["output-norm"])
         used_E = peak_E[peak_E > 0]
         if not len(used_E):
-            return frozenset()
-        return frozenset(torch.where(peak_E > self.times * used_E.median())[0].tolist())
+            return []
+        return beyond(peak_E, self.times * float(used_E.median()))
+
+
+def beyond(value_E: Tensor, limit: float) -> list[int]:
+    """Experts above a limit, the highest first."""
+    return [e for e in torch.argsort(value_E, descending=True, stable=True).tolist() if value_E[e] > limit]

@@ -51,7 +51,7 @@ class Elimination(Saliency):
         score_E = torch.zeros(facts.experts, dtype=torch.float64)
         level = 0.0
         while True:
-            damage_E = torch.stack([damage(visit, sample, gone) for sample in samples]).sum(0)
+            damage_E = torch.stack([damage(sample, gone) for sample in samples]).sum(0)
             # Who goes later is missed more, also where taking others away has made an expert dispensable.
             left = [e for e in range(facts.experts) if e not in gone]
             score_E[left] = damage_E[left].clamp_min(0) + level
@@ -76,8 +76,10 @@ def weakest(damage_E: Tensor, count: int, gone: list[int], router_groups: int) -
 class Sample:
     """Some tokens of a batch, with what every expert would say to each of them."""
 
+    visit: LayerVisit
     batch: int
     row_N: Tensor
+    """The sampled tokens of that batch."""
     weight_N: Tensor
     target_NP: Tensor
     said_ENP: Tensor
@@ -89,11 +91,19 @@ class Sample:
         row_N = real_N[torch.linspace(0, len(real_N) - 1, min(tokens, len(real_N))).long().to(real_N.device)]
         weight_N = visit.token_weight(i, relative).to(row_N.device)[row_N] * (len(real_N) / len(row_N))
         said_ENP = said.outputs(seen.routing.hidden_TD[row_N])
-        sample = cls(i, row_N, weight_N, said_ENP[0], said_ENP)
-        sample.target_NP = sample.combined(seen.routing)
+        narrow = visit.narrowed(i, row_N)
+        where = (visit, i, row_N) if narrow is None else (narrow, 0, torch.arange(len(row_N), device=row_N.device))
+        sample = cls(*where, weight_N, said_ENP[0], said_ENP)
+        sample.target_NP = sample.combined(sample.routing([]))
         if i in visit.drift:
             sample.target_NP += said.project(visit.drift[i][row_N].float() / visit.strength)
         return sample
+
+    def routing(self, gone: list[int], each_T: Tensor | None = None) -> Routing:
+        """Without the experts that are gone and, of each token, without one more."""
+        if not gone and each_T is None:
+            return self.visit.observe(self.batch)[0].routing
+        return self.visit.routing_without(self.batch, gone, each_T)
 
     def choice(self, routing: Routing) -> tuple[Tensor, Tensor]:
         """Chosen experts and their weights, (N, K) each; 0 for what is no expert of this layer."""
@@ -114,30 +124,26 @@ class Sample:
         return self.weight_N * (self.target_NP - self.combined(routing)).square().sum(-1)
 
 
-def present(visit: LayerVisit, sample: Sample, gone: list[int]) -> Routing:
-    return visit.routing_without(sample.batch, gone) if gone else visit.observe(sample.batch)[0].routing
-
-
-def by_choice(visit: LayerVisit, sample: Sample, gone: list[int]) -> Tensor:
+def by_choice(sample: Sample, gone: list[int]) -> Tensor:
     """(E,) by how much the error grows when one more expert goes. As many routings as a token has choices: in each,
     every token does without one of its own."""
-    now = present(visit, sample, gone)
+    now = sample.routing(gone)
     error_N, (index_NK, weight_NK) = sample.error(now), sample.choice(now)
     damage_E = torch.zeros(len(sample.said_ENP), dtype=torch.float64, device=error_N.device)
     for k in range(index_NK.shape[1]):
         each_T = now.index_TK[:, k].clamp(max=len(damage_E) - 1)
-        growth_N = sample.error(visit.routing_without(sample.batch, gone, each_T)) - error_N
+        growth_N = sample.error(sample.routing(gone, each_T)) - error_N
         damage_E.index_add_(0, index_NK[:, k], growth_N.double() * (weight_NK[:, k] != 0))
     return damage_E.cpu()
 
 
-def by_expert(visit: LayerVisit, sample: Sample, gone: list[int]) -> Tensor:
+def by_expert(sample: Sample, gone: list[int]) -> Tensor:
     """The same with a routing for each expert, where a selection bias could overrule a forbidden choice."""
-    now = present(visit, sample, gone)
+    now = sample.routing(gone)
     error_N, (index_NK, weight_NK) = sample.error(now), sample.choice(now)
     damage_E = torch.zeros(len(sample.said_ENP), dtype=torch.float64)
     for e in torch.unique(index_NK[weight_NK != 0]).tolist():
-        without = visit.routing_without(sample.batch, [*gone, e])
+        without = sample.routing([*gone, e])
         damage_E[e] = float((sample.error(without) - error_N).double().sum())
     return damage_E
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from moepress.models.layer import Factors
-from moepress.runtime.factored import routed
+from moepress.runtime.factored import FactoredBank
 from moepress.runtime.factors import FORMS, ExpertFactors, FactoredMatrix
+from moepress.runtime.serve import Groups, serve
 
 E, D, F, R = 4, 32, 24, 8
 KEPT = [[], [3], [0, 5, 7, 23], [1, 2, 4, 8, 16, 20, 21, 22, 23]]
@@ -48,12 +49,22 @@ def dense(made: FactoredMatrix) -> Tensor:
     return torch.stack(whole)
 
 
+WAYS = ["in turn", "grouped"]
+
+
+def multiplied(made: FactoredMatrix, x_nI: Tensor, counts: list[int], way: str) -> Tensor:
+    """Tokens in the order of their experts, of which expert e has `counts[e]`."""
+    if way == "grouped":
+        return made.grouped(x_nI, Groups.of(counts, x_nI.device))
+    return torch.cat([made.one(e, part) for e, part in enumerate(x_nI.split(counts))])
+
+
 COUNTS = [[0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 17, 0, 0], [3, 1, 0, 5], [5, 4, 3, 2]]
 
 
 @pytest.mark.parametrize("along", FORMS)
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-@pytest.mark.parametrize("way", ["in turn", "grouped"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kept", [KEPT, [[]] * 4, [list(range(24))] * 4], ids=["some", "none", "all"])
 def test_it_computes_what_uv_plus_s_computes(along: str, counts: list[int], way: str, kept: list[list[int]]) -> None:
     made = matrix(along, kept=kept)
@@ -61,7 +72,7 @@ def test_it_computes_what_uv_plus_s_computes(along: str, counts: list[int], way:
     with torch.no_grad():
         if way == "grouped" and len(x_nI) == 0:
             pytest.skip("grouped products are for tokens that exist")
-        y_nO = made(x_nI, counts) if way == "in turn" else made.grouped(x_nI, counts)
+        y_nO = multiplied(made, x_nI, counts, way)
         parts = zip(x_nI.double().split(counts), dense(made), strict=True)
         expected = torch.cat([part @ w_OI.T for part, w_OI in parts])
     assert y_nO.shape == (sum(counts), F)
@@ -77,17 +88,18 @@ def test_in_16_bits(along: str, dtype: torch.dtype) -> None:
     with torch.no_grad():
         expected = torch.cat([p @ w.T for p, w in zip(x_nI.double().split(counts), dense(made), strict=True)])
         bound = 2e-2 if dtype == torch.bfloat16 else 3e-3
-        for y_nO in (made(x_nI, counts), made.grouped(x_nI, counts)):
+        for way in WAYS:
+            y_nO = multiplied(made, x_nI, counts, way)
             assert y_nO.dtype == dtype
             assert (y_nO.double() - expected).norm() <= bound * expected.norm()
 
 
 @pytest.mark.parametrize("along", FORMS)
-@pytest.mark.parametrize("way", ["in turn", "grouped"])
+@pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_those_of_the_product(along: str, way: str) -> None:
     made, counts = matrix(along), [3, 1, 0, 5]
     x_nI = torch.randn(9, D, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    y_nO = made(x_nI, counts) if way == "in turn" else made.grouped(x_nI, counts)
+    y_nO = multiplied(made, x_nI, counts, way)
     y_nO.square().sum().backward()
     other, again = copy.deepcopy(made), x_nI.detach().clone().requires_grad_()
     other.zero_grad()
@@ -130,7 +142,7 @@ def test_tokens_find_their_experts(gate: bool, tokens: int, one: bool) -> None:
         return torch.relu(up_nF) if gate_nF is None else torch.relu(gate_nF) * up_nF
 
     with torch.no_grad():
-        output_TD = routed(made, x_TD, index_TK, weight_TK, activate)
+        output_TD = serve(FactoredBank(made, activate), x_TD, index_TK, weight_TK)
         dense, expected = made.dense(), torch.zeros(tokens, D)
         for t in range(tokens):
             for k in range(chosen):

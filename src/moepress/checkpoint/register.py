@@ -1,7 +1,7 @@
-"""Make `from_pretrained` know compact checkpoints, without paying for the import of transformers.
+"""Make transformers know compact checkpoints and moepress' way to run experts, without paying for its import.
 
-transformers takes seconds to import. So the quantizer is registered right after transformers' own table of quantizers
-has been imported, whoever imports it, and at once if it already is.
+transformers takes seconds to import. So each of our modules that adds to one of its tables is imported right after
+that table has been, whoever imports it, and at once if it already is.
 """
 
 from __future__ import annotations
@@ -15,17 +15,22 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-TABLE = "transformers.quantizers.auto"
-QUANTIZER = "moepress.checkpoint.quantizer"
+TABLES = {
+    "transformers.quantizers.auto": "moepress.checkpoint.quantizer",
+    "transformers.integrations.moe": "moepress.runtime.fused",
+}
 
 
 class _AfterTable(MetaPathFinder):
-    """Finds nothing itself: it waits for the import of the table and adds one to it."""
+    """Finds nothing itself: it waits for the import of a table and adds one to it."""
+
+    def __init__(self, table: str) -> None:
+        self.table = table
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != TABLE:
+        if fullname != self.table:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -35,14 +40,16 @@ class _AfterTable(MetaPathFinder):
 
             def execute_and_register(module: ModuleType) -> None:
                 execute(module)
-                importlib.import_module(QUANTIZER)
+                importlib.import_module(TABLES[fullname])
 
             loader.exec_module = execute_and_register
         return spec
 
 
 def register() -> None:
-    if TABLE in sys.modules:
-        importlib.import_module(QUANTIZER)
-    elif not any(isinstance(finder, _AfterTable) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterTable())
+    waiting = {finder.table for finder in sys.meta_path if isinstance(finder, _AfterTable)}
+    for table, ours in TABLES.items():
+        if table in sys.modules:
+            importlib.import_module(ours)
+        elif table not in waiting:
+            sys.meta_path.insert(0, _AfterTable(table))

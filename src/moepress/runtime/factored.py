@@ -8,15 +8,18 @@ Shape suffixes: E physical experts, D width, F hidden units, T tokens, K chosen 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moepress.models.layer import Activation
 from moepress.runtime import become
 from moepress.runtime.activation import activate
 from moepress.runtime.factors import ExpertFactors
+from moepress.runtime.serve import Groups, serve
 
 
 def factors_of(module: Any) -> ExpertFactors | None:
@@ -24,10 +27,33 @@ def factors_of(module: Any) -> ExpertFactors | None:
     return factors if isinstance(factors, ExpertFactors) else None
 
 
+@dataclass(frozen=True)
+class FactoredBank:
+    factors: ExpertFactors
+    activate: Activation
+
+    @property
+    def experts(self) -> int:
+        return self.factors.experts
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.factors.sizes
+
+    def one(self, e: int, x_nD: Tensor) -> Tensor:
+        return self.factors.one(e, x_nD, self.activate)
+
+    def together(self, x_nD: Tensor, groups: Groups) -> Tensor:
+        return self.factors.together(x_nD, groups, self.activate)
+
+
 class Factored:
     """Put before a native class."""
 
     factors: ExpertFactors
+
+    def bank(self) -> FactoredBank:
+        return FactoredBank(self.factors, self.activate)
 
     def activate(self, gate_nF: Tensor | None, up_nF: Tensor) -> Tensor:
         return activate(self, gate_nF, up_nF)
@@ -41,9 +67,7 @@ class FactoredRouted(Factored):
     """Experts called with hidden states, the physical experts of each token, and their weights."""
 
     def forward(self, hidden: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        x_TD = hidden.reshape(-1, hidden.shape[-1])
-        output_TD = routed(self.factors, x_TD, index_TK, weight_TK, self.activate)
-        return output_TD.reshape(hidden.shape)
+        return serve(self.bank(), hidden.reshape(-1, hidden.shape[-1]), index_TK, weight_TK).reshape(hidden.shape)
 
 
 class FactoredWithIdentity(FactoredRouted):
@@ -100,22 +124,6 @@ class FactoredModules(Factored):
 
     def activate(self, gate_nF: Tensor | None, up_nF: Tensor) -> Tensor:
         return self.between(up_nF)  # type: ignore[attr-defined]
-
-    def one(self, e: int, x_nD: Tensor) -> Tensor:
-        counts = [0] * self.factors.experts
-        counts[e] = len(x_nD)
-        return self.factors(x_nD, counts, self.activate)
-
-
-def routed(factors: ExpertFactors, x_TD: Tensor, index_TK: Tensor, weight_TK: Tensor, activation: Any) -> Tensor:
-    """Each token's experts, times their weights, added up. Indices from the number of experts on have no weights."""
-    experts, chosen = factors.experts, index_TK.shape[-1]
-    expert_m = index_TK.reshape(-1).clamp(max=experts)
-    counts = torch.bincount(expert_m, minlength=experts + 1).tolist()[:experts]
-    call_n = expert_m.argsort(stable=True)[: sum(counts)]
-    token_n = call_n // chosen
-    y_nD = factors(x_TD[token_n], counts, activation) * weight_TK.reshape(-1)[call_n, None]
-    return torch.zeros_like(x_TD).index_add(0, token_n, y_nD.to(x_TD.dtype))
 
 
 @cache

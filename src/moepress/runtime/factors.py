@@ -6,21 +6,23 @@ in one product; in the form by rows V and the rows of S are the packed rows that
 nothing special: it is how a model is trained before it is pruned.
 
 Shape suffixes: E experts, O output width, I input width, R rank, N kept columns (rows) of all experts together,
-P = E * R + N packed rows, n tokens in the order of their experts, C columns padded for a whole layer.
+P = E * R + N packed rows, n tokens in the order of their experts, C columns padded for a whole layer, x width of a
+factor.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from moepress.models.layer import Factors
+from moepress.models.layer import Activation, Factors
 from moepress.runtime.grouped import grouped_product, padded, suits_grouped
+from moepress.runtime.linear import linear
+from moepress.runtime.serve import Groups
 
 MATRICES = ("gate", "up", "down")
 
@@ -50,7 +52,7 @@ class FactoredMatrix(nn.Module, ABC):
         self.offsets: Tensor
         self.register_buffer("index", torch.zeros(kept, dtype=torch.int32, device=like.device))
         self.register_buffer("offsets", torch.zeros(experts + 1, dtype=torch.int32, device=like.device))
-        self._bounds: tuple[Tensor, int, list[int]] | None = None
+        self._kept: dict[str, tuple[list[Tensor], list[int], Any]] = {}
 
     @staticmethod
     @abstractmethod
@@ -67,7 +69,7 @@ class FactoredMatrix(nn.Module, ABC):
         """Expert `e`'s matrix times some tokens."""
 
     @abstractmethod
-    def grouped(self, x_nI: Tensor, counts: list[int]) -> Tensor:
+    def grouped(self, x_nI: Tensor, groups: Groups) -> Tensor:
         """All experts in grouped products; tokens in the order of their experts."""
 
     @abstractmethod
@@ -84,13 +86,6 @@ class FactoredMatrix(nn.Module, ABC):
         if self.index.is_meta:  # only the shape is known
             return self.packed_Px.new_empty(self.experts, self.out_width, self.in_width)
         return torch.stack([self.dense_one(e) for e in range(self.experts)])
-
-    def forward(self, x_nI: Tensor, counts: list[int]) -> Tensor:
-        """Tokens in the order of their experts, of which expert e has `counts[e]`: (n, O)."""
-        if suits_grouped(x_nI):
-            return self.grouped(x_nI, counts)
-        parts = [self.one(e, part) for e, part in enumerate(x_nI.split(counts)) if len(part)]
-        return torch.cat(parts) if parts else x_nI.new_empty(0, self.out_width)
 
     # ---- what is stored -----------------------------------------------------------------------------------------
 
@@ -113,13 +108,28 @@ class FactoredMatrix(nn.Module, ABC):
 
     def bounds(self) -> list[int]:
         """The offsets as numbers, fetched from their device once."""
-        version = 0 if self.offsets.is_inference() else self.offsets._version
-        if self._bounds is None or self._bounds[0] is not self.offsets or self._bounds[1] != version:
-            self._bounds = (self.offsets, version, self.offsets.tolist())
-        return self._bounds[2]
+        return self._once("bounds", self.offsets.tolist)
+
+    def even(self) -> tuple[Tensor, Tensor]:
+        """The packed rows as a rectangle (E, R + C, x), filled up with zeros, and which columns (rows) those of S are
+        (E, C)."""
+        rows_EC, index_EC = self._once("even", lambda: padded(self.bounds(), self.rank, self.index))
+        if rows_EC is None:
+            return self.packed_Px.view(self.experts, -1, self.packed_Px.shape[1]), index_EC
+        spare_1x = self.packed_Px.new_zeros(1, self.packed_Px.shape[1])
+        return torch.cat([self.packed_Px, spare_1x])[rows_EC], index_EC
+
+    def _once(self, what: str, make: Callable[[], Any]) -> Any:
+        """Something that follows from offsets and index alone, made again only when they have changed."""
+        tensors = [self.offsets, self.index]
+        versions = [0 if t.is_inference() else t._version for t in tensors]
+        kept = self._kept.get(what)
+        if kept is None or kept[1] != versions or any(a is not b for a, b in zip(kept[0], tensors, strict=True)):
+            self._kept[what] = kept = (tensors, versions, make())
+        return kept[2]
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"_bounds": None}
+        return self.__dict__ | {"_kept": {}}
 
     def packed_of(self, e: int) -> slice:
         bounds = self.bounds()
@@ -172,19 +182,15 @@ class ColumnFactors(FactoredMatrix):
         return self.in_width
 
     def one(self, e: int, x_nI: Tensor) -> Tensor:
-        low_nR = F.linear(x_nI, self.thin_ERx[e])
+        low_nR = linear(x_nI, self.thin_ERx[e])
         columns = x_nI.index_select(1, self.kept_of(e))
-        return torch.cat([low_nR, columns], dim=1) @ self.packed_Px[self.packed_of(e)]
+        return linear(torch.cat([low_nR, columns], dim=1), self.packed_Px[self.packed_of(e)].T)
 
-    def grouped(self, x_nI: Tensor, counts: list[int]) -> Tensor:
-        rows_EC, index_EC = padded(self.bounds(), self.rank, self.index)
-        low_nR = grouped_product(x_nI, self.thin_ERx.transpose(1, 2), counts)
-        expert_n = torch.arange(self.experts, device=x_nI.device).repeat_interleave(
-            torch.tensor(counts, device=x_nI.device), output_size=len(x_nI)
-        )
-        columns = x_nI.gather(1, index_EC[expert_n])
-        spare = torch.cat([self.packed_Px, self.packed_Px.new_zeros(1, self.out_width)])
-        return grouped_product(torch.cat([low_nR, columns], dim=1), spare[rows_EC], counts)
+    def grouped(self, x_nI: Tensor, groups: Groups) -> Tensor:
+        packed_ECO, index_EC = self.even()
+        low_nR = grouped_product(x_nI, self.thin_ERx.transpose(1, 2), groups.ends_E)
+        columns = x_nI.gather(1, index_EC[groups.expert_n])
+        return grouped_product(torch.cat([low_nR, columns.to(low_nR.dtype)], dim=1), packed_ECO, groups.ends_E)
 
     def dense_one(self, e: int) -> Tensor:
         packed = self.packed_Px[self.packed_of(e)]
@@ -214,20 +220,16 @@ class RowFactors(FactoredMatrix):
         return self.out_width
 
     def one(self, e: int, x_nI: Tensor) -> Tensor:
-        both = F.linear(x_nI, self.packed_Px[self.packed_of(e)])
-        low_nO = both[:, : self.rank] @ self.thin_ERx[e]
+        both = linear(x_nI, self.packed_Px[self.packed_of(e)])
+        low_nO = linear(both[:, : self.rank].contiguous(), self.thin_ERx[e].T)
         return low_nO.index_add(1, self.kept_of(e), both[:, self.rank :])
 
-    def grouped(self, x_nI: Tensor, counts: list[int]) -> Tensor:
-        rows_EC, index_EC = padded(self.bounds(), self.rank, self.index)
-        spare = torch.cat([self.packed_Px, self.packed_Px.new_zeros(1, self.packed_Px.shape[1])])
-        both = grouped_product(x_nI, spare[rows_EC].transpose(1, 2), counts)
-        low_nO = grouped_product(both[:, : self.rank].contiguous(), self.thin_ERx, counts)
-        expert_n = torch.arange(self.experts, device=x_nI.device).repeat_interleave(
-            torch.tensor(counts, device=x_nI.device), output_size=len(x_nI)
-        )
+    def grouped(self, x_nI: Tensor, groups: Groups) -> Tensor:
+        packed_ECI, index_EC = self.even()
+        both = grouped_product(x_nI, packed_ECI.transpose(1, 2), groups.ends_E)
+        low_nO = grouped_product(both[:, : self.rank].contiguous(), self.thin_ERx, groups.ends_E)
         # what is padded adds zeros to row 0
-        return low_nO.scatter_add(1, index_EC[expert_n], both[:, self.rank :])
+        return low_nO.scatter_add(1, index_EC[groups.expert_n], both[:, self.rank :])
 
     def dense_one(self, e: int) -> Tensor:
         packed = self.packed_Px[self.packed_of(e)]
@@ -291,17 +293,41 @@ class ExpertFactors(nn.Module):
                 made[f"{name}_bias_{'ED' if name == 'down' else 'EF'}"] = bias
         return made
 
-    def forward(self, x_nD: Tensor, counts: list[int], activate: Callable[[Tensor | None, Tensor], Tensor]) -> Tensor:
-        """Tokens in the order of their experts, of which expert e has `counts[e]`."""
-        gate_nF = None if self.gate is None else self._affine("gate", x_nD, counts)
-        h_nF = activate(gate_nF, self._affine("up", x_nD, counts))
-        return self._affine("down", h_nF, counts)
+    def one(self, e: int, x_nD: Tensor, activate: Activation) -> Tensor:
+        """Expert `e` on some tokens."""
 
-    def _affine(self, name: str, x_nI: Tensor, counts: list[int]) -> Tensor:
-        matrix, bias = self.matrix(name), getattr(self, f"{name}_bias")
-        if not torch.is_autocast_enabled(x_nI.device.type):
-            x_nI = x_nI.to(matrix.thin_ERx.dtype)
-        y_nO = matrix(x_nI, counts)
-        if bias is None:
-            return y_nO
-        return y_nO + bias.repeat_interleave(torch.tensor(counts, device=bias.device), dim=0, output_size=len(y_nO))
+        def affine(name: str, x_nI: Tensor) -> Tensor:
+            y_nO, bias = self.matrix(name).one(e, self._typed(x_nI)), getattr(self, f"{name}_bias")
+            return y_nO if bias is None else y_nO + bias[e]
+
+        return self._through(x_nD, affine, activate)
+
+    def together(self, x_nD: Tensor, groups: Groups, activate: Activation) -> Tensor:
+        """All experts, each on its rows."""
+
+        def affine(name: str, x_nI: Tensor) -> Tensor:
+            y_nO, bias = self.matrix(name).grouped(self._typed(x_nI), groups), getattr(self, f"{name}_bias")
+            return y_nO if bias is None else groups.quiet(y_nO + bias[groups.expert_n])
+
+        return self._through(x_nD, affine, activate)
+
+    def forward(self, x_nD: Tensor, counts: list[int], activate: Activation) -> Tensor:
+        """Tokens in the order of their experts, of which expert e has `counts[e]`."""
+        if x_nD.is_cuda and len(x_nD) and suits_grouped(self.sizes):
+            return self.together(x_nD, Groups.of(counts, x_nD.device), activate)
+        parts = [self.one(e, part, activate) for e, part in enumerate(x_nD.split(counts)) if len(part)]
+        return torch.cat(parts) if parts else x_nD.new_empty(0, self.matrix("down").out_width)
+
+    def _through(self, x_nD: Tensor, affine: Callable[[str, Tensor], Tensor], activate: Activation) -> Tensor:
+        gate_nF = None if self.gate is None else affine("gate", x_nD)
+        return affine("down", activate(gate_nF, affine("up", x_nD)))
+
+    def _typed(self, x_nI: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x_nI.device.type):
+            return x_nI
+        return x_nI.to(self.matrix("down").thin_ERx.dtype)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        down = self.matrix("down")
+        return down.in_width, down.out_width, down.rank

@@ -7,29 +7,35 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 MULTIPLE = 8
 """Strides of grouped products must be multiples of 16 bytes: 8 numbers of 16 bits."""
 
-
-def suits_grouped(x_nI: Tensor) -> bool:
-    """On a CPU the grouped product copies more than it saves: there experts take their turns."""
-    return x_nI.is_cuda and len(x_nI) > 0 and hasattr(torch, "_grouped_mm")
+GROUPED = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
-def grouped_product(x_nI: Tensor, w_EIO: Tensor, counts: list[int]) -> Tensor:
-    ends = torch.tensor(counts, device=x_nI.device).cumsum(0).int()
-    return torch._grouped_mm(x_nI, w_EIO.to(x_nI.dtype), offs=ends)
+def suits_grouped(sizes: tuple[int, ...]) -> bool:
+    return GROUPED is not None and bool(sizes) and all(size % MULTIPLE == 0 for size in sizes)
 
 
-def padded(bounds: list[int], rank: int, index_N: Tensor) -> tuple[Tensor, Tensor]:
+def grouped_product(x_nI: Tensor, w_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    """Rows after the last end are not written."""
+    assert GROUPED is not None
+    return GROUPED(x_nI.to(w_EIO.dtype), w_EIO, offs=ends_E)
+
+
+def padded(bounds: list[int], rank: int, index_N: Tensor) -> tuple[Tensor | None, Tensor]:
     """The ragged rows as a rectangle. For each expert which packed rows it has, `rank` of the low rank and then its
     own of S, filled up with the number of the row after the last, which is to be zero; and their columns, filled up
-    with column 0. As wide as the expert with most of them, rounded up so that rank and columns divide."""
+    with column 0. As wide as the expert with most of them, rounded up so that rank and columns divide. Without rows
+    if they are a rectangle as they lie."""
     experts = len(bounds) - 1
     counts = [bounds[e + 1] - bounds[e] for e in range(experts)]
     width = max(counts, default=0)
     width += -(rank + width) % MULTIPLE
+    if set(counts) == {width}:
+        return None, index_N.long().view(experts, width)
     device, last = index_N.device, experts * rank + bounds[-1]
     place_C = torch.arange(width, device=device)
     first_E1 = torch.tensor(bounds[:-1], device=device)[:, None]

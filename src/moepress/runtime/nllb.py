@@ -4,11 +4,12 @@ transformers 5 hands its NLLB experts a one-hot mask where indices are expected:
 serves every token's first choice and expert 0 its second, and no other expert is ever used. Here each expert serves
 the tokens whose gate it has, as in fairseq and in transformers 4. The router stays native, and with it the capacity.
 
-Shape suffixes: E original experts, D width, T tokens.
+Shape suffixes: E experts, D width, T tokens, K chosen per token, n rows in the order of their experts.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,8 @@ from transformers import NllbMoeConfig
 from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeExperts
 
 from moepress.runtime import become
+from moepress.runtime.modules import ModuleBank
+from moepress.runtime.serve import Experts, Groups, serve
 
 WRONG = (
     "this version of transformers runs NLLB-MoE with its experts 0 and 1 only, whatever the router chooses; "
@@ -40,26 +43,45 @@ def native_is_right() -> bool:
     return bool((output == 2).all())
 
 
+@dataclass(frozen=True)
+class _Scaled:
+    """The experts with what NLLB does to their output: dropout in training, its mean otherwise."""
+
+    bank: Experts
+    owner: Any
+
+    @property
+    def experts(self) -> int:
+        return self.bank.experts
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.bank.sizes
+
+    def one(self, e: int, x_nD: Tensor) -> Tensor:
+        return self._scaled(self.bank.one(e, x_nD))
+
+    def together(self, x_nD: Tensor, groups: Groups) -> Tensor:
+        return self._scaled(self.bank.together(x_nD, groups))
+
+    def _scaled(self, y_nD: Tensor) -> Tensor:
+        return self.owner.token_dropout(y_nD) if self.owner.training else y_nD * (1 - self.owner.moe_token_dropout)
+
+
 class RoutedNllbExperts(NllbMoeExperts):
     """Each physical expert runs once, on the tokens of all original experts that it stands for."""
 
-    def one(self, e: int, x_nD: Tensor) -> Tensor:
-        return self[f"expert_{e}"](x_nD)
+    def bank(self) -> Experts:
+        return ModuleBank([self[f"expert_{e}"] for e in range(self.num_experts)], "fc1", "fc2")
 
     def forward(self, hidden_states: Tensor, router_mask: Tensor, router_probs: Tensor) -> Tensor:
         gate_TE, table = router_probs, getattr(self, "expert_map", None)
         if isinstance(table, Tensor):
             physical_TE = gate_TE.new_zeros(gate_TE.shape[0], self.num_experts)
             gate_TE = physical_TE.index_add(1, table, gate_TE)
-        output_TD = torch.zeros_like(hidden_states)
-        for e in range(self.num_experts):
-            token_n = gate_TE[:, e].nonzero()[:, 0]
-            if token_n.numel() == 0:
-                continue
-            y_nD = self.one(e, hidden_states[token_n])
-            y_nD = self.token_dropout(y_nD) if self.training else y_nD * (1 - self.moe_token_dropout)
-            output_TD.index_add_(0, token_n, (y_nD * gate_TE[token_n, e, None]).to(output_TD.dtype))
-        return output_TD
+        gate_TK, index_TK = gate_TE.topk(min(2, self.num_experts), dim=-1)
+        index_TK = index_TK.masked_fill(gate_TK <= 0, self.num_experts)  # over capacity, or both choices were one
+        return serve(_Scaled(self.bank(), self), hidden_states, index_TK, gate_TK)
 
 
 def repair(experts: nn.Module) -> bool:

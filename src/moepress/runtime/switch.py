@@ -20,8 +20,10 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
     SwitchTransformersTop1Router,
 )
 
-from moepress.runtime.factored import factors_of
+from moepress.runtime.factored import Factored
+from moepress.runtime.modules import ModuleBank
 from moepress.runtime.redirect import redirected
+from moepress.runtime.serve import Experts, serve
 
 
 @dataclass(frozen=True)
@@ -91,23 +93,16 @@ class CompactSwitchMLP(SwitchTransformersSparseMLP):
     def forward(self, hidden_BSD: Tensor) -> Tensor:
         index_BS, gate_BS, _ = self.router(hidden_BSD)
         expert_BS = redirected(self.router, index_BS) if self._redirects() else index_BS
-        x_TD, gate_T = hidden_BSD.reshape(-1, hidden_BSD.shape[-1]), gate_BS.reshape(-1)
-        served_T = gate_T > 0  # the largest of E probabilities is never 0: these tokens are over capacity
-        factors = factors_of(self.experts)
-        experts = len(self.experts) if factors is None else factors.experts
-        expert_T = expert_BS.reshape(-1).masked_fill(~served_T, experts)
-        order_T = expert_T.argsort(stable=True)
-        counts = torch.bincount(expert_T, minlength=experts + 1).tolist()
-        output_TD = torch.zeros_like(x_TD)
-        if factors is not None:
-            token_n = order_T[: len(order_T) - counts[-1]]
-            y_nD = factors(x_TD[token_n], counts[:-1], self.experts.activate) * gate_T[token_n, None]
-            return output_TD.index_add(0, token_n, y_nD.to(output_TD.dtype)).reshape(hidden_BSD.shape)
-        for expert, token_n in zip(self.experts.values(), order_T.split(counts), strict=False):
-            if token_n.numel():
-                y_nD = expert(x_TD[token_n]) * gate_T[token_n, None]
-                output_TD.index_add_(0, token_n, y_nD.to(output_TD.dtype))
-        return output_TD.reshape(hidden_BSD.shape)
+        bank = self._bank()
+        # The largest of E probabilities is never 0: tokens without a gate are over capacity.
+        expert_T1 = expert_BS.masked_fill(gate_BS <= 0, bank.experts).reshape(-1, 1)
+        x_TD = hidden_BSD.reshape(-1, hidden_BSD.shape[-1])
+        return serve(bank, x_TD, expert_T1, gate_BS.reshape(-1, 1)).reshape(hidden_BSD.shape)
+
+    def _bank(self) -> Experts:
+        if isinstance(self.experts, Factored):
+            return self.experts.bank()
+        return ModuleBank(list(self.experts.values()), "wi", "wo")
 
     def _redirects(self) -> bool:
         return isinstance(getattr(self.router, "expert_map", None), Tensor)

@@ -41,11 +41,13 @@ rebuild
 pipeline
 budget
 report bench
+records
 api
 training
 finetuning
 estimate
 inspection
+publishing
 comparison
 paper
 demo

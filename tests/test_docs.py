@@ -63,7 +63,8 @@ def folder(tmp_path, monkeypatch, request):
         (tmp_path / name).write_text("\n".join(lines) + "\n")
     monkeypatch.chdir(tmp_path)
     if "report" not in request.node.name:  # pages are drawn where they are the subject: it takes a second each
-        monkeypatch.setattr("moepress.api.draw_report", lambda records: records / "report.html")
+        for place in ("moepress.api", "moepress.records"):
+            monkeypatch.setattr(f"{place}.draw_report", lambda records: records / "report.html")
     yield tmp_path
     for registry in (METHODS, SIMILARITIES, ALIGNMENTS):  # examples register things of their own
         for name in [name for name, cls in registry if cls.__module__ == "__main__"]:

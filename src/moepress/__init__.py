@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 from moepress.checkpoint.register import register
 
 if TYPE_CHECKING:
-    from moepress.api import compress, evaluate, export, record_evaluation, write_report
+    from moepress.api import compress, evaluate, export
     from moepress.errors import MoepressError
     from moepress.finetuning import finetune
     from moepress.inspection import inspect_model
     from moepress.paper.sizes import paper_sizes
+    from moepress.publishing import push
     from moepress.recipe import Recipe
+    from moepress.records import record_evaluation, write_report
     from moepress.training import recover
 
 __version__ = "0.1.0"
@@ -27,6 +29,7 @@ __all__ = [
     "finetune",
     "inspect_model",
     "paper_sizes",
+    "push",
     "record_evaluation",
     "recover",
     "verify",
@@ -39,12 +42,13 @@ _PLACES = {
     "compress": "moepress.api",
     "evaluate": "moepress.api",
     "export": "moepress.api",
-    "record_evaluation": "moepress.api",
-    "write_report": "moepress.api",
+    "record_evaluation": "moepress.records",
+    "write_report": "moepress.records",
     "recover": "moepress.training",
     "finetune": "moepress.finetuning",
     "inspect_model": "moepress.inspection",
     "paper_sizes": "moepress.paper.sizes",
+    "push": "moepress.publishing",
     "verify": "moepress.checkpoint.manifest",
     "Recipe": "moepress.recipe",
     "MoepressError": "moepress.errors",

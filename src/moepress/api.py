@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from moepress import __version__
@@ -19,6 +17,7 @@ from moepress.budget import need, within
 from moepress.checkpoint.compact import compact_specs, save_compact
 from moepress.checkpoint.companions import copy_companions
 from moepress.checkpoint.folder import job_folder, output_folder
+from moepress.checkpoint.hub import hub_name
 from moepress.checkpoint.job import Job, fingerprint
 from moepress.checkpoint.load import (
     COMPACT_ALREADY,
@@ -28,7 +27,6 @@ from moepress.checkpoint.load import (
     local_folder,
     quiet,
 )
-from moepress.checkpoint.manifest import write_manifest
 from moepress.checkpoint.paging import PagedWeights
 from moepress.checkpoint.sizes import Sizes, sizes_of
 from moepress.checkpoint.vanilla import save_vanilla
@@ -43,7 +41,8 @@ from moepress.observe import Statistics
 from moepress.pipeline import Outcome, planner_of, press
 from moepress.plan import Plan
 from moepress.recipe import Recipe, load_recipe, make_recipe
-from moepress.report import RECORDS, SIMILARITY, add_evaluation, clear, draw_report, records_beside, records_of
+from moepress.records import write_export, write_records
+from moepress.report import RECORDS, draw_report, records_beside
 
 PLACE = {"--plan": "plan.json", "--statistics": "statistics"}
 """Where values that were given in memory are saved."""
@@ -59,6 +58,8 @@ class Compressed:
     folder: Path | None = None
     name: str = ""
     """Of the model that was compressed."""
+    base_model: str | None = None
+    """Its name on the Hub, if it came from there."""
     command: str = ""
     """What makes the output again."""
     page: Path | None = None
@@ -77,6 +78,7 @@ class Compressed:
         return {
             "moepress": __version__,
             "model": self.name,
+            "base_model": self.base_model,
             "command": self.command,
             "method": outcome.recipe.method,
             "format": outcome.recipe.format,
@@ -148,7 +150,11 @@ def compress(
         for option, value in given.items()
         if value is not None
     }
-    described = Path(name).name or "MODEL", compress_command(made, name or "MODEL", os.fspath(out), more)
+    described = (
+        Path(name).name or "MODEL",
+        hub_name(name),
+        compress_command(made, name or "MODEL", os.fspath(out), more),
+    )
     # Folders are made before anything is loaded, so that an output that cannot be written is refused at once.
     if isinstance(model, PreTrainedModel) or needs_whole(made, planner_of(made).needs):
         if memory is not None:
@@ -170,8 +176,9 @@ def compress(
             with result.outcome.timed("write"), quiet():
                 save = save_vanilla if vanilla else save_compact
                 save(whole, result.outcome.specs, folder, source=source, max_shard_size=max_shard_size)
-            result.folder, (result.name, result.command) = Path(out), described
-            write_records(result, folder, records if vanilla else folder / RECORDS)
+            result.folder, (result.name, result.base_model, result.command) = Path(out), described
+            inside = records if vanilla else folder / RECORDS
+            write_records(result.outcome, result.report(), folder, inside, title=Path(out).name, source=source)
     else:
         with job_folder(out, overwrite=overwrite, source=model, resume=resume) as folder:
             home = local_folder(model, revision)
@@ -183,8 +190,9 @@ def compress(
                 ready, entries = job.assemble(result.outcome.specs)
                 copy_companions(home, ready)
             result.outcome.notes += job.notes
-            result.folder, (result.name, result.command) = Path(out), described
-            write_records(result, ready, records if vanilla else ready / RECORDS, entries)
+            result.folder, (result.name, result.base_model, result.command) = Path(out), described
+            inside = records if vanilla else ready / RECORDS
+            write_records(result.outcome, result.report(), ready, inside, entries, title=Path(out).name, source=home)
     try:
         result.page = draw_report(records)
     except Exception as error:  # a picture is no reason to lose hours of work; what was lost is said
@@ -276,39 +284,6 @@ def _run(
     return Compressed(outcome, before, sizes_of(model))
 
 
-def write_records(
-    result: Compressed, checkpoint: Path, folder: Path, known: dict[str, dict[str, Any]] | None = None
-) -> None:
-    """Everything that made the output, so that any stage can be run again alone, and the checksums of its files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    clear(folder)
-    result.outcome.recipe.save(folder / "recipe.yaml")
-    result.outcome.plan.save(folder / "plan.json")
-    if result.outcome.statistics.layers:
-        result.outcome.statistics.save(folder / "statistics")
-    if result.outcome.similarity:
-        save_file(
-            {name: matrix.contiguous() for name, matrix in result.outcome.similarity.items()}, folder / SIMILARITY
-        )
-    if result.outcome.stable_ranks:
-        (folder / "stable_rank.json").write_text(json.dumps(result.outcome.stable_ranks, indent=1) + "\n")
-    (folder / "report.json").write_text(json.dumps(result.report(), indent=1) + "\n")
-    write_manifest(checkpoint, folder, known)
-
-
-def write_report(out: str | os.PathLike[str], every_layer: bool = False) -> Path:
-    """Draw the report of an output again; `every_layer` draws layers too that the page leaves out. Returns the page."""
-    return draw_report(records_of(out), every_layer)
-
-
-def record_evaluation(out: str | os.PathLike[str], score: dict[str, Any], **asked: Any) -> Path:
-    """Add what `evaluate` found to the records of an output, and draw its report again; returns the page. `asked` says
-    what was evaluated (`text=` or `task=`, `against=`, …); an earlier result of the same is replaced."""
-    records = records_of(out)
-    add_evaluation(records, asked, score)
-    return draw_report(records)
-
-
 def export(
     model: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -338,7 +313,10 @@ def export(
             multiple_of=multiple_of,
             max_shard_size=max_shard_size,
         )
-        return sizes_of(load_skeleton(folder))  # of what was written, which may hold more than the compact model
+        sizes = sizes_of(load_skeleton(folder))  # of what was written, which may hold more than the compact model
+        place = records_beside(out)
+        write_export(folder, place, sizes.to_dict(), duplicate, title=Path(out).name, source=model)
+    return sizes
 
 
 def evaluate(

@@ -20,6 +20,10 @@ def show_progress(visible: bool = True) -> Iterator[None]:
         _visible.reset(token)
 
 
+def progress_shown() -> bool:
+    return _visible.get()
+
+
 def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
     """Iterate with a progress bar on standard error, if bars are switched on."""
     if not _visible.get():

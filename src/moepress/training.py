@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -20,17 +19,16 @@ from moepress.checkpoint.compact import compact_specs, save_compact
 from moepress.checkpoint.companions import copy_companions
 from moepress.checkpoint.folder import output_folder, refuse_output
 from moepress.checkpoint.load import quiet
-from moepress.checkpoint.manifest import write_manifest
 from moepress.data.batches import CalibrationData, calibration_batches
 from moepress.errors import MoepressError
 from moepress.hook import TrainingHook
 from moepress.models.visit import CalibrationBatch
+from moepress.records import records_in, write_training
 from moepress.recovery import RecoverOptions, RecoverReport
 from moepress.recovery import recover as train
 from moepress.recovery.state import check_state
 from moepress.registry import did_you_mean
-from moepress.report import draw_report
-from moepress.report.records import EVALUATION, FIGURES, PAGE, RECORDS, records_beside
+from moepress.report import RECORDS, records_beside
 
 AnyPath = str | os.PathLike[str]
 JUDGED = 512
@@ -188,38 +186,16 @@ def write(
 
     if is_main():
         specs = compact_specs(model)
+        before = records_in(source, compact=bool(specs))
         with output_folder(out, overwrite=overwrite, source=source) as folder, quiet():
             if specs:
                 save_compact(model, specs, folder, source=source, max_shard_size=max_shard_size)
-                extend_records(records_in(source, compact=True), folder / RECORDS, made)
-                write_manifest(folder, folder / RECORDS)
+                write_training(folder, folder / RECORDS, made, title=out.name, source=source, before=before)
             else:
                 model.save_pretrained(os.fspath(folder), max_shard_size=max_shard_size)
                 if source is not None:
                     copy_companions(source, folder)
         if not specs:  # nothing of moepress in the folder itself
             shutil.rmtree(records_beside(out), ignore_errors=True)  # of an output that was replaced
-            extend_records(records_in(source, compact=False), records_beside(out), made)
-            write_manifest(out, records_beside(out))
+            write_training(out, records_beside(out), made, title=out.name, source=source, before=before)
     PartialState().wait_for_everyone()
-
-
-def records_in(source: AnyPath | None, compact: bool) -> Path | None:
-    """Where `compress` or an earlier recovery has left its records."""
-    if source is None:
-        return None
-    records = Path(source) / RECORDS if compact else records_beside(source)
-    return records if records.is_dir() else None
-
-
-def extend_records(before: Path | None, folder: Path, made: list[dict[str, Any]]) -> None:
-    """The records that there were, but for what was measured before training, and what training did."""
-    if before is not None:
-        stale = shutil.ignore_patterns(EVALUATION, FIGURES, PAGE)
-        shutil.copytree(before, folder, dirs_exist_ok=True, copy_function=shutil.copyfile, ignore=stale)
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "recovery.json"
-    earlier = json.loads(file.read_text()) if before is not None and file.exists() else []
-    file.write_text(json.dumps([*earlier, *made], indent=1) + "\n")
-    if before is not None and (before / PAGE).exists():
-        draw_report(folder)

@@ -13,6 +13,7 @@ import torch
 
 from moepress.checkpoint.files import TensorFiles
 from moepress.checkpoint.folder import check_checkpoint
+from moepress.checkpoint.hub import download, first_line
 from moepress.checkpoint.paging import PagedWeights, weights_stay_in_files
 from moepress.checkpoint.quantizer import METHOD, shape_compact
 from moepress.errors import MoepressError
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges", "source.spm")
 COMPACT_ALREADY = "this model is a compact one already: compress the model that it was made from"
 AnyPath = str | os.PathLike[str]
-NOT_NEEDED = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "original/*", "metal/*"]
 
 
 @contextmanager
@@ -55,15 +55,7 @@ def local_folder(source: AnyPath, revision: str | None = None, weights: bool = T
     name = os.fspath(source)
     if name.count("/") > 1 or name.startswith((".", "~", "/")) or (os.sep != "/" and os.sep in name):
         raise MoepressError(f"{path} does not exist")
-    from huggingface_hub import snapshot_download
-
-    skipped = NOT_NEEDED if weights else [*NOT_NEEDED, "*.safetensors"]
-    try:
-        return Path(snapshot_download(name, revision=revision, ignore_patterns=skipped))
-    except Exception as error:
-        raise MoepressError(
-            f"{name} is neither a folder here nor a model that the Hub gives: {_first_line(error)}"
-        ) from error
+    return download(name, revision, weights)
 
 
 def load_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -75,7 +67,7 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConf
         with quiet():
             return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise MoepressError(f"the config.json in {folder} is not understood: {_first_line(error)}") from error
+        raise MoepressError(f"the config.json in {folder} is not understood: {first_line(error)}") from error
 
 
 def load_skeleton(source: AnyPath, *, trust_remote_code: bool = False, revision: str | None = None) -> PreTrainedModel:
@@ -88,7 +80,7 @@ def load_skeleton(source: AnyPath, *, trust_remote_code: bool = False, revision:
             model = loader._from_config(config, dtype=dtype) if hasattr(loader, "_from_config") else None
             model = model or loader.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise MoepressError(f"{source} cannot be built: {_first_line(error)}") from error
+        raise MoepressError(f"{source} cannot be built: {first_line(error)}") from error
     if quantization_method(config) == METHOD:
         shape_compact(model, config.quantization_config)
     return model.eval()
@@ -138,7 +130,7 @@ def load_model(
     except (MoepressError, MemoryError, KeyboardInterrupt, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise MoepressError(f"{source} cannot be loaded: {_first_line(error)}") from error
+        raise MoepressError(f"{source} cannot be loaded: {first_line(error)}") from error
     if missing := sorted(info["missing_keys"]):
         raise MoepressError(f"{source} is incomplete: {missing[0]} is missing ({len(missing)} tensors in all)")
     if paged:
@@ -163,7 +155,7 @@ def load_tokenizer(
         with quiet():
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise MoepressError(f"{source} has no tokenizer that can be loaded: {_first_line(error)}") from error
+        raise MoepressError(f"{source} has no tokenizer that can be loaded: {first_line(error)}") from error
 
 
 def model_class(config: PreTrainedConfig) -> Any:
@@ -185,8 +177,3 @@ def quantization_method(config: PreTrainedConfig) -> str | None:
     quantization = getattr(config, "quantization_config", None) or {}
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
     return getattr(method, "value", method)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

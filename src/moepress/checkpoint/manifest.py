@@ -15,17 +15,20 @@ from moepress.errors import MoepressError
 
 NAME = "manifest.json"
 RECORDS = "moepress"
+CARD = "README.md"
+"""Of the output: it is for people, who may change it, and `evaluate` adds to it. No checksum is taken."""
 FORMAT_VERSION = 1
 
 
 def write_manifest(folder: Path, place: Path, known: dict[str, dict[str, Any]] | None = None) -> None:
-    """Of all files of `folder`, into the folder `place`: that of the records, which may change later and are left out.
+    """Of all files of `folder`, into the folder `place`: that of the records, which may change later and are left out,
+    as the card is.
     `known`: entries by name of files whose checksums were computed while they were written."""
     known = known or {}
     entries = {}
     for path in sorted(file for file in folder.rglob("*") if file.is_file()):
         name = path.relative_to(folder).as_posix()
-        if name.startswith(f"{RECORDS}/"):
+        if name == CARD or name.startswith(f"{RECORDS}/"):
             continue
         entry = known.get(name) or {"size": path.stat().st_size, "sha256": checksum(path)}
         entries[name] = {"size": entry["size"], "sha256": entry["sha256"]}
@@ -92,5 +95,5 @@ def verify(folder: str | os.PathLike[str]) -> Verified:
         len(files),
         total,
         wrong,
-        sorted(name for name in names if name not in files and not name.startswith(f"{RECORDS}/")),
+        sorted(name for name in names if name not in files and name != CARD and not name.startswith(f"{RECORDS}/")),
     )

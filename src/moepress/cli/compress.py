@@ -53,12 +53,16 @@ def compress(
         str | None, typer.Option(help="What it may take, such as 8GB; refused at once if that is not enough.")
     ] = None,
     resume: Annotated[bool, typer.Option(help="Go on with the same command where it was interrupted.")] = False,
+    push: Annotated[str | None, typer.Option(help="Then upload it to the Hub, as USER/MODEL.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="With --push: for you alone.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Only say what would come out: sizes, time, memory.")] = False,
     as_json: Json = False,
 ) -> None:
     """Make a model smaller."""
     from moepress import api
     from moepress.estimate import estimate
+    from moepress.publishing import check_access
+    from moepress.publishing import push as upload
 
     options = given_options(
         {
@@ -77,6 +81,8 @@ def compress(
         },
         set or [],
     )
+    if private and push is None:
+        raise MoepressError("--private is about --push: say where it is to be uploaded")
     with quiet_if(as_json):
         if dry_run:
             made = api.prepare_recipe(recipe, calibration, options)
@@ -88,6 +94,8 @@ def compress(
             return
         if out is None:
             raise MoepressError("say where the output goes: -o FOLDER")
+        if push is not None:
+            check_access(push)
         result = api.compress(
             model,
             out,
@@ -106,6 +114,8 @@ def compress(
         )
     report = result.report() | {"folder": str(out)}
     if as_json:
+        if push is not None:
+            report["address"] = upload(out, push, private=private)
         print_json(report)
         return
     rows = [
@@ -120,6 +130,9 @@ def compress(
     typer.echo(f"Report: {result.page}")
     if result.outcome.recipe.format == "compact":
         typer.echo(f"Load it: import moepress; AutoModel….from_pretrained({str(out)!r})")
+    if push is not None:
+        with quiet_if(False):
+            typer.echo(upload(out, push, private=private))
 
 
 def given_options(named: dict[str, Any], assignments: list[str]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ def evaluate(
 ) -> None:
     """Perplexity, KL to the original and agreement on text. The metrics of a task."""
     from moepress import api
+    from moepress.records import record_evaluation
     from moepress.report import has_records
 
     with quiet_if(as_json):
@@ -51,7 +52,7 @@ def evaluate(
             asked["scoring"] = scoring
             if samples != "all":
                 asked["samples"] = samples
-            page = api.record_evaluation(model, score, **{k: v for k, v in asked.items() if v is not None})
+            page = record_evaluation(model, score, **{k: v for k, v in asked.items() if v is not None})
     if as_json:
         print_json({"model": model, "against": against} | score)
         return

@@ -20,6 +20,7 @@ from moepress.cli import (
     inspect,
     methods,
     paper,
+    push,
     recover,
     report,
     verify,
@@ -38,7 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (compress, recover, finetune, compare, inspect, evaluate, export, report, verify, methods, demo):
+for command in (compress, recover, finetune, compare, inspect, evaluate, export, push, report, verify, methods, demo):
     name = command.__name__.rpartition(".")[2]
     app.command(name)(getattr(command, name))
 app.add_typer(bench.app, name="bench")

@@ -16,9 +16,9 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Draw the report of an output again. One page, its figures as SVG and PNG, their data as CSV."""
-    from moepress import api
+    from moepress.records import write_report
 
-    page = api.write_report(out, every_layer)
+    page = write_report(out, every_layer)
     if as_json:
         print_json({"page": str(page), "figures": str(page.parent / "figures")})
     else:

@@ -39,7 +39,7 @@ def page_of(records: Records, folder: Path, every_layer: bool = False) -> Page:
                 figures.size(records),
                 *(figures.by_domain(entry["score"], i) for i, entry in enumerate(records.evaluations)),
             ),
-            tables=_evaluation_tables(records),
+            tables=evaluation_tables(records),
         ),
         Section(
             "Where the experts went",
@@ -72,7 +72,7 @@ def page_of(records: Records, folder: Path, every_layer: bool = False) -> Page:
     return Page(
         title=f"{summary.get('model') or 'The model'} at {percent(share)} of its size",
         kicker=f"moepress report · {summary['method']} · {summary['format']} format",
-        lead=_lead(records),
+        lead=lead_of(records),
         tiles=_tiles(records),
         sections=sections,
         command=summary.get("command", ""),
@@ -110,7 +110,7 @@ def _tiles(records: Records) -> list[Tile]:
     return tiles
 
 
-def _lead(records: Records) -> str:
+def lead_of(records: Records) -> str:
     summary = records.summary
     merged = sum(len(group.members) - 1 for layer in records.plan.layers for group in layer.groups)
     dropped = sum(len(layer.dropped) for layer in records.plan.layers)
@@ -134,7 +134,7 @@ def _quality_words(records: Records) -> tuple[str]:
     )
 
 
-def _evaluation_tables(records: Records) -> list[Table]:
+def evaluation_tables(records: Records) -> list[Table]:
     tables = []
     for entry in records.evaluations:
         score: dict[str, Any] = entry["score"]

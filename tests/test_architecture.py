@@ -21,6 +21,7 @@ progress
 hook
 memory
 models runtime
+fairseq
 tasks
 data
 observe

@@ -14,6 +14,8 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from moepress.fairseq.configuration import FairseqMoeConfig
+
 Kind = Literal["fused", "variant", "moduledict"]
 
 NUM_EXPERTS = 8
@@ -352,6 +354,11 @@ _add("nllb_moe", "NllbMoeConfig", "top2-capacity", kind="moduledict", auto="Auto
      encoder_decoder=True, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
      decoder_attention_heads=4, encoder_ffn_dim=24, decoder_ffn_dim=24, encoder_sparse_step=1,
      decoder_sparse_step=1, decoder_start_token_id=2, moe_eval_capacity_token_fraction=0.25)
+_add("fairseq_moe",
+     lambda: FairseqMoeConfig(vocab_size=96, hidden_size=32, num_layers=4, num_heads=4, intermediate_size=24,
+                              max_position_embeddings=64, num_experts=NUM_EXPERTS, pad_token_id=PAD_ID,
+                              bos_token_id=1, eos_token_id=2),
+     "top2-capacity", kind="moduledict")
 # fmt: on
 
 

@@ -1,4 +1,5 @@
-"""Make transformers know compact checkpoints and moepress' way to run experts, without paying for its import.
+"""Make transformers know compact checkpoints, moepress' way to run experts and the models that it has no class for,
+without paying for its import.
 
 transformers takes seconds to import. So each of our modules that adds to one of its tables is imported right after
 that table has been, whoever imports it, and at once if it already is.
@@ -18,6 +19,7 @@ from typing import Any
 TABLES = {
     "transformers.quantizers.auto": "moepress.checkpoint.quantizer",
     "transformers.integrations.moe": "moepress.runtime.fused",
+    "transformers.models.auto.configuration_auto": "moepress.fairseq.register",
 }
 
 

@@ -47,6 +47,7 @@ RULES: dict[str, list[str]] = {
     "top-k > sigmoid, on the experts' input": ["Llama4Router"],
     "softmax > top-1": "SwitchTransformersTop1Router CompactSwitchRouter".split(),
     "softmax > top-2, renormalised, capacity": ["NllbMoeTop2Router"],
+    "softmax > top-2, renormalised{capacity}": ["FairseqMoeTop2Router"],
     "MLP > softmax + bias > top-k of experts and a skip": ["ZayaRouter"],
 }
 _TEMPLATE_OF = {name: template for template, names in RULES.items() for name in names}
@@ -73,6 +74,7 @@ PARTS: dict[str, Callable[[Block, Block], str]] = {
     "dbrx": _dbrx,
     "cohere": _cohere,
     "softcap": lambda router, _: "softcap > " if router.router_logit_softcapping > 0 else "",
+    "capacity": lambda router, _: ", capacity" if router.drop_tokens else "",
     "expert_bias": lambda router, _: " + bias" if router.use_expert_bias else "",
     "score_fn": lambda router, _: type(router.score_fn).__name__.removesuffix("Activation").lower(),
 }

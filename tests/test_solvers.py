@@ -218,8 +218,14 @@ class Recorder(Solver):
         return SOLVERS.create("scipy").solve_many(costs_NFF, norms_NF)
 
 
-@pytest.mark.parametrize(("memory", "together"), [(10**9, [5]), (2 * 4 * 9 * 9, [2, 2, 1]), (0, [1] * 5)])
-def test_no_more_costs_are_held_than_asked_for(memory: int, together: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("memory", "threads", "together"),
+    [(10**9, 4, [5]), (10**9, 1, [2, 2, 1]), (2 * 4 * 9 * 9, 4, [2, 2, 1]), (0, 4, [1] * 5)],
+)
+def test_no_more_costs_are_held_than_asked_for(
+    memory: int, threads: int, together: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     made, solver, alignment = bank(experts=6, units=9), Recorder(), ALIGNMENTS.create("weight-matching")
     aligned, solutions = align_bank(alignment, solver, made, memory=memory)
     assert [shape[0] for shape in solver.shapes] == together and len(solutions) == 5

@@ -359,7 +359,8 @@ def round_as_stored(layer: MoELayer, stored: dict[str, torch.dtype]) -> None:
     for name, tensor in [*layer.block.named_parameters(), *layer.block.named_buffers()]:
         dtype = stored.get(name, tensor.dtype)
         if tensor.dtype != dtype:
-            tensor.copy_(tensor.to(dtype))
+            for piece in tensor if tensor.dim() > 2 else (tensor,):
+                piece.copy_(piece.to(dtype))
 
 
 def dtypes_of(layer: MoELayer) -> dict[str, torch.dtype]:

@@ -69,7 +69,7 @@ def rebuild(
     operator, solver = recipe.component("merge.operator"), recipe.component("align.solver")
     memory = parse_size(recipe.align.memory)
     merged = merge_layer(layer.bank, plan, operator, group_alignment(recipe), solver, memory, evidence)
-    spec = install(layer, plan, merged.bank, recipe.capacity)
+    spec = install(layer, plan, merged.experts, recipe.capacity)
     solutions = [*(aligned or []), *merged.solutions]
     gap = max((solution.gap for solution in solutions), default=0.0)
     return Finished(plan, spec, gap=gap, solved=kinds(solutions))

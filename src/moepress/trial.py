@@ -60,7 +60,7 @@ def attempt(
     """Rebuild a copy of the layer, refit it on some batches, judge it by others. One whose error is `hopeless` before
     anything is refitted is given up."""
     whole = {i: visit.observe(i) for i in {*fit, *held}}
-    block = bare_copy(visit.layer.block)
+    block = bare_copy(visit.layer)
     trial = visit.beside(block, held)
     rebuild(trial.layer)
 
@@ -109,11 +109,14 @@ def flat(output: object, keep_T: Tensor) -> Tensor:
     return first.reshape(keep_T.numel(), -1)
 
 
-def bare_copy(block: torch.nn.Module) -> torch.nn.Module:
-    """A copy with weights of its own and without what `walk` hung into its forward."""
+def bare_copy(layer: MoELayer) -> torch.nn.Module:
+    """A copy of its block without what `walk` hung into its forward. The experts' weights are not copied: rebuilding
+    gives the copy others."""
+    block = layer.block
+    shared = {id(p): p for p in layer.adapter.expert_parameters(block)}
     forward = block.__dict__.pop("forward", None)
     try:
-        return copy.deepcopy(block)
+        return copy.deepcopy(block, shared)
     finally:
         if forward is not None:
             block.__dict__["forward"] = forward

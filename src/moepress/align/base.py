@@ -73,6 +73,8 @@ def match(alignment: Alignment, solver: Solver, pairs: Sequence[Pair], memory: i
     up_FD = pairs[0].reference["up_EFD"]
     F = up_FD.shape[0]
     together = min(len(pairs), max(1, memory // (4 * F * F)))
+    if up_FD.device.type == "cpu":  # more than that are not solved at the same time
+        together = min(together, 2 * torch.get_num_threads())
     costs_NFF = up_FD.new_empty((together, F, F), dtype=torch.float32)
     solutions: list[Solution] = []
     for start in range(0, len(pairs), together):

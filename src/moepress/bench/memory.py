@@ -1,12 +1,13 @@
 """`moepress bench memory`: how much memory and time it takes to compress a random checkpoint that is written for it.
 
-Memory is the peak of resident memory of a process of its own (VmHWM). The floor that time is compared with is reading
-the checkpoint once, plus the forward passes of the calibration text alone.
+Memory is the peak of resident memory of a process of its own (VmHWM), which includes the program itself. The floor that
+time is compared with is reading the checkpoint once, plus the forward passes of the calibration text alone.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -40,22 +41,27 @@ POOL = 1 << 24
 class Settings:
     shapes: tuple[str, ...] = ("switch", "qwen3-moe")
     size: str = "4GB"
-    method: str = "m-smoe"
+    methods: tuple[str, ...] = ("auto",)
+    budgets: tuple[str, ...] = ()
+    """What it may take, one run each; without any, it takes what it takes."""
     keep: float = 0.5
     samples: int = 32
     length: int = 128
-    align: bool = False
+    batch_size: int = 8
+    floor: bool = True
+    """Whether the floor is measured, too."""
     folder: str | None = None
     """Where the checkpoint is written for a while."""
     seed: int = 0
 
     def command(self) -> str:
         words = ["moepress bench memory"] + [f"--shape {shape}" for shape in self.shapes]
+        words += [f"--method {method}" for method in self.methods] + [f"--memory {budget}" for budget in self.budgets]
         plain = Settings()
-        for name in ("size", "method", "keep", "samples", "length"):
+        for name in ("size", "keep", "samples", "length", "batch_size"):
             if getattr(self, name) != getattr(plain, name):
-                words.append(f"--{name} {getattr(self, name)}")
-        return " ".join([*words, *(["--align"] if self.align else [])])
+                words.append(f"--{name.replace('_', '-')} {getattr(self, name)}")
+        return " ".join([*words, *([] if self.floor else ["--no-floor"])])
 
 
 def config_of(shape: str, size: int) -> Any:
@@ -130,12 +136,20 @@ asked = json.loads(sys.argv[1])
 import torch
 torch.set_num_threads(1)
 import moepress
+from moepress.checkpoint.load import load_model
+load_model(asked["model"], paged=True)
+
+def status(field):
+    return int(open("/proc/self/status").read().split(field + ":")[1].split()[0]) * 1024
+
+found = {"program": status("VmRSS")}
 start, cpu = time.perf_counter(), time.process_time()
-result = moepress.compress(asked["model"], asked["out"], **asked["options"])
-seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-status = open("/proc/self/status").read()
-peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
-found = {"peak": peak, "seconds": seconds, "cpu": cpu, "stages": result.outcome.seconds, "after": result.after.bytes}
+try:
+    result = moepress.compress(asked["model"], asked["out"], **asked["options"])
+    found |= {"stages": result.outcome.seconds, "after": result.after.bytes, "notes": result.outcome.notes}
+except moepress.MoepressError as error:
+    found["refused"] = str(error)
+found |= {"seconds": time.perf_counter() - start, "cpu": time.process_time() - cpu, "peak": status("VmHWM")}
 print(json.dumps(found))
 """
 
@@ -154,13 +168,14 @@ def run(settings: Settings, out: Path) -> tuple[dict[str, Any], list[Table]]:
     for shape in settings.shapes:
         place = nullcontext(settings.folder) if settings.folder else tempfile.TemporaryDirectory()
         with place as name, tempfile.TemporaryDirectory(dir=name) as folder:
-            data["rows"][shape] = measure(shape, settings, Path(folder))
+            data["rows"] |= measure(shape, settings, Path(folder))
     tables = [table_of(data["rows"])]
     write(out, "memory", data, "Memory and time of compressing a random checkpoint", tables, drawing(data))
     return data, tables
 
 
 def measure(shape: str, settings: Settings, folder: Path) -> dict[str, Any]:
+    """Rows of the result by name."""
     from safetensors.torch import save_file
 
     model = folder / "model"
@@ -171,28 +186,28 @@ def measure(shape: str, settings: Settings, folder: Path) -> dict[str, Any]:
         {"text": torch.randint(5, 32000, (settings.samples, settings.length), generator=generator)},
         folder / "text.safetensors",
     )
-    options: dict[str, Any] = {
-        "method": settings.method,
-        "keep": settings.keep,
-        "calibration": str(folder / "text.safetensors"),
-    }
-    if not settings.align and settings.method == "m-smoe":
-        options["align.method"] = "none"
-    asked = {"model": str(model), "out": str(folder / "out"), "options": options}
-    made = subprocess.run([sys.executable, "-c", CHILD, json.dumps(asked)], capture_output=True, text=True)
-    if made.returncode:
-        raise MoepressError(f"the compression failed: {made.stderr.strip().splitlines()[-1]}")
-    found = json.loads(made.stdout.strip().splitlines()[-1])
-    read = reading(model)
-    forward = calibrating(model, folder / "text.safetensors")
+    text = folder / "text.safetensors"
     share, base = TARGET
-    return found | {
-        "bytes": size,
-        "read": read,
-        "forward": forward,
-        "allowed": share * size + base * 1e9,
-        "ratio": found["cpu"] / (read + forward),
-    }
+    common: dict[str, Any] = {"shape": shape, "bytes": size, "allowed": share * size + base * 1e9}
+    if settings.floor:
+        common |= {"read": reading(model), "forward": calibrating(model, text, settings.batch_size)}
+    rows: dict[str, Any] = {}
+    for method in settings.methods:
+        for budget in settings.budgets or (None,):
+            given: dict[str, Any] = {"method": method, "keep": settings.keep, "calibration": str(text)}
+            given |= {"calibration.batch_size": settings.batch_size, "memory": budget}
+            name = ", ".join([shape, method, *([budget] if budget else [])])
+            rows[name] = common | {"method": method, "budget": budget} | compressing(model, folder / "out", given)
+    return rows
+
+
+def compressing(model: Path, out: Path, options: dict[str, Any]) -> dict[str, Any]:
+    asked = {"model": str(model), "out": str(out), "options": options}
+    made = subprocess.run([sys.executable, "-c", CHILD, json.dumps(asked)], capture_output=True, text=True)
+    shutil.rmtree(out, ignore_errors=True)
+    if made.returncode:
+        raise MoepressError(f"the compression failed: {(made.stderr.strip().splitlines() or ['it was killed'])[-1]}")
+    return json.loads(made.stdout.strip().splitlines()[-1])
 
 
 def reading(model: Path) -> float:
@@ -200,13 +215,14 @@ def reading(model: Path) -> float:
     files = TensorFiles(check_checkpoint(model))
     start = time.process_time()
     for name in files.header:
-        files.borrow(name)
+        for _ in files.pieces(name):
+            pass
     seconds = time.process_time() - start
     files.close()
     return seconds
 
 
-def calibrating(model: Path, text: Path) -> float:
+def calibrating(model: Path, text: Path, batch_size: int) -> float:
     """CPU seconds of the forward passes of the calibration text, up to the last MoE layer, without reading weights."""
     from moepress.checkpoint.paging import PagedWeights
     from moepress.data.batches import CalibrationData, calibration_batches
@@ -217,7 +233,7 @@ def calibrating(model: Path, text: Path) -> float:
     paged = load_model(model, paged=True)
     weights = Weights.of(paged)
     assert isinstance(weights, PagedWeights)
-    batches = calibration_batches(CalibrationData(source=str(text)), None, paged.config)
+    batches = calibration_batches(CalibrationData(source=str(text), batch_size=batch_size), None, paged.config)
     spent = 0.0
     load = weights.load
 
@@ -236,22 +252,20 @@ def calibrating(model: Path, text: Path) -> float:
 
 
 def table_of(rows: dict[str, Any]) -> Table:
-    columns = ["checkpoint", "size", "peak memory", "allowed", "CPU seconds", "reading + calibration", "ratio"]
-    lines = [
-        [
-            shape,
-            human_size(row["bytes"]),
-            human_size(row["peak"]),
-            human_size(row["allowed"]),
-            human_seconds(row["cpu"]),
-            f"{human_seconds(row['read'])} + {human_seconds(row['forward'])}",
-            f"{row['ratio']:.2f}",
-        ]
-        for shape, row in rows.items()
-    ]
-    note = (
-        "Allowed: a quarter of the checkpoint and 0.6 GB. CPU seconds of one thread, those of the system included. "
-        "Ratio: all of it against reading once and calibrating."
+    budgets = any(row["budget"] for row in rows.values())
+    columns = ["checkpoint, method", "size", "peak memory", "of which program", "may take", "CPU seconds", "floor"]
+    lines = []
+    for name, row in rows.items():
+        peak = f"refused: {row['refused']}" if "refused" in row else human_size(row["peak"])
+        floor = f"{human_seconds(row['read'])} + {human_seconds(row['forward'])}" if "read" in row else ""
+        may = row["budget"] or human_size(row["allowed"])
+        size, program = human_size(row["bytes"]), human_size(row["program"])
+        lines.append([name, size, peak, program, may, human_seconds(row["cpu"]), floor])
+    note = "" if budgets else "May take: the aim, a quarter of the checkpoint and 0.6 GB. "
+    note += (
+        "Program: Python, its libraries and the model without weights, before anything is read. CPU seconds of one "
+        "thread, those of the system included. Floor: reading the checkpoint once, and the forward passes of the "
+        "calibration text alone."
     )
     return Table("A process of its own", columns, lines, note)
 
@@ -264,11 +278,11 @@ def drawing(data: dict[str, Any]) -> Any:
         from matplotlib import pyplot
 
         figure, axes = pyplot.subplots(figsize=(6, 3))
-        shapes = list(data["rows"])
-        for i, (key, label) in enumerate((("bytes", "checkpoint"), ("allowed", "allowed"), ("peak", "peak"))):
-            heights = [data["rows"][shape][key] / 1e9 for shape in shapes]
-            axes.bar([x + 0.27 * i for x in range(len(shapes))], heights, 0.25, label=label)
-        axes.set_xticks([x + 0.27 for x in range(len(shapes))], shapes)
+        rows = {name: row for name, row in data["rows"].items() if "refused" not in row}
+        for i, (key, label) in enumerate((("bytes", "checkpoint"), ("peak", "peak"), ("program", "program alone"))):
+            heights = [row[key] / 1e9 for row in rows.values()]
+            axes.bar([x + 0.27 * i for x in range(len(rows))], heights, 0.25, label=label)
+        axes.set_xticks([x + 0.27 for x in range(len(rows))], list(rows), rotation=20, ha="right")
         axes.set_ylabel("GB")
         axes.legend(frameon=False)
         figure.tight_layout()

@@ -14,7 +14,7 @@ from moepress.checkpoint.headers import DTYPES, Header
 from moepress.errors import MoepressError
 
 CHUNK = 1 << 23
-"""Bytes that are read at a time where a tensor is only copied from file to file."""
+"""Bytes that are read at a time where a tensor is not read straight to where it belongs."""
 
 
 class TensorFiles:
@@ -23,7 +23,7 @@ class TensorFiles:
     def __init__(self, header: Header) -> None:
         self.header = header
         self._open: dict[str, int] = {}
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer: Tensor | None = None
         self.bytes_read = 0
 
     def __contains__(self, name: str) -> bool:
@@ -48,13 +48,16 @@ class TensorFiles:
         self.read_into(name, out)
         return out
 
-    def borrow(self, name: str) -> Tensor:
-        """The same in a buffer that the next call uses again."""
-        size = self.size(name)
-        if self._buffer.numel() < size:
-            self._buffer = torch.empty(size, dtype=torch.uint8)
-        self._fill(name, bytes_of(self._buffer[:size]), 0)
-        return self._buffer[:size].view(self.dtype(name)).view(self.header[name]["shape"])
+    def pieces(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """Its numbers in a row, a stretch at a time and where that begins, in a buffer that the next one uses again."""
+        size, dtype = self.size(name), self.dtype(name)
+        if size and self._buffer is None:
+            self._buffer = torch.empty(CHUNK, dtype=torch.uint8)
+        for start in range(0, size, CHUNK):
+            assert self._buffer is not None
+            piece = self._buffer[: min(CHUNK, size - start)]
+            self._fill(name, bytes_of(piece), start)
+            yield start // dtype.itemsize, piece.view(dtype)
 
     def read_into(self, name: str, out: Tensor) -> None:
         """Fill a contiguous tensor of the same type, and as many numbers."""

@@ -9,6 +9,7 @@ batches wait behind it; a block has them while the batches wait in front of it a
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from moepress.checkpoint.files import TensorFiles
 from moepress.checkpoint.mapping import Part, learn
 from moepress.errors import MoepressError, UnsupportedModel
 from moepress.models.layer import MoELayer
+from moepress.models.moduledict import side_by_side
 from moepress.models.precision import NARROW, in_dtype
 from moepress.models.taps import before_forward
 from moepress.models.weights import MARK, Weights
@@ -192,15 +194,36 @@ class PagedWeights(Weights):
 
     def load(self, names: Iterable[str], layer: MoELayer | None = None) -> None:
         """Give these tensors their values. Those of an MoE layer must be numbers."""
+        names = list(names)
+        rooms = {} if layer is None else self._rooms(names)
         for part in dict.fromkeys(self._part[name] for name in names):
             if self._here.issuperset(part.targets):
                 continue
-            for name, tensor in self._make(part).items():
+            for name, tensor in self._make(part, rooms).items():
                 if layer is not None and name not in self._finite:
                     check_finite(tensor, name, layer)
                     self._finite.add(name)
                 self._set(name, tensor)
                 self._here.add(name)
+
+    def _rooms(self, names: list[str]) -> dict[str, Tensor]:
+        """Places for tensors of a layer that are the same but for a number in their names: side by side, so that
+        experts with a module each can be looked at together without a copy."""
+        kinds: dict[tuple[str, torch.Size], list[str]] = {}
+        for name in names:
+            kinds.setdefault((re.sub(r"\d+", "0", name), self._empty[name].shape), []).append(name)
+        rooms: dict[str, Tensor] = {}
+        for (_, shape), alike in kinds.items():
+            if len(alike) > 1:
+                alike.sort(key=lambda name: [int(digits) for digits in re.findall(r"\d+", name)])
+                places = side_by_side(len(alike), shape, self._type_here(alike[0]), self._device)
+                rooms |= dict(zip(alike, places, strict=True))
+        return rooms
+
+    def _type_here(self, name: str) -> torch.dtype:
+        """Of a tensor in memory: 16-bit ones are widened."""
+        stored = self._empty[name].dtype
+        return self._wide or stored if stored in NARROW else stored
 
     def drop(self, names: Iterable[str], empty: Callable[[Tensor, torch.device], Tensor] | None = None) -> None:
         """Let go of their values; a tensor that has another shape by now keeps that."""
@@ -259,11 +282,13 @@ class PagedWeights(Weights):
         finally:
             self._wide = before
 
-    def _make(self, part: Part) -> dict[str, Tensor]:
+    def _make(self, part: Part, rooms: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         stored = {name: self._empty[name] for name in part.targets}
-        wide = {name: self._wide or t.dtype if t.dtype in NARROW else t.dtype for name, t in stored.items()}
+        wide = {name: self._type_here(name) for name in part.targets}
         if len(part.targets) == 1 and part.first == part.targets[0]:
-            out = torch.empty(stored[part.first].shape, dtype=wide[part.first], device=self._device)
+            out = (rooms or {}).get(part.first)
+            if out is None:
+                out = torch.empty(stored[part.first].shape, dtype=wide[part.first], device=self._device)
             if (places := part.places(out, lambda name: self.files.header[name]["shape"])) is not None:
                 for name, place in places:
                     self._fill(name, place, stored[part.first].dtype)
@@ -277,7 +302,8 @@ class PagedWeights(Weights):
         if held == stored == place.dtype and place.device.type == "cpu":
             self.files.read_into(name, place)
         else:
-            place.copy_(self.files.borrow(name).to(stored))
+            for start, piece in self.files.pieces(name):
+                place.view(-1)[start : start + piece.numel()].copy_(piece.to(stored))
 
     def _get(self, name: str) -> Tensor:
         owner, leaf = self._owner(name)

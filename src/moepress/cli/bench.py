@@ -65,11 +65,15 @@ def memory(
     ),
     shape: Annotated[list[str] | None, typer.Option(help="switch (switch-base-32 at 4 GB), qwen3-moe.")] = None,
     size: Annotated[str, typer.Option(help="Of the random checkpoint, about.")] = "4GB",
-    method: Annotated[str, typer.Option(help="See `moepress methods`.")] = "m-smoe",
+    method: Annotated[list[str] | None, typer.Option(help="See `moepress methods`. [default: auto]")] = None,
+    budget: Annotated[
+        list[str] | None, typer.Option("--memory", help="What it may take, one run each. [default: what it takes]")
+    ] = None,
     keep: Annotated[float, typer.Option(help="Share of the experts that stay.")] = 0.5,
     samples: Annotated[int, typer.Option(min=1, help="Calibration samples.")] = 32,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a sample.")] = 128,
-    align: Annotated[bool, typer.Option(help="m-smoe: align experts too, which is what takes its time.")] = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples of a forward pass.")] = 8,
+    floor: Annotated[bool, typer.Option(help="Also time reading and calibration alone.")] = True,
     folder: Annotated[Path | None, typer.Option(help="Where the checkpoint is written and removed again.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights and text.")] = 0,
     as_json: Json = False,
@@ -80,11 +84,13 @@ def memory(
     settings = Settings(
         shapes=tuple(shape or Settings.shapes),
         size=size,
-        method=method,
+        methods=tuple(method or Settings.methods),
+        budgets=tuple(budget or ()),
         keep=keep,
         samples=samples,
         length=length,
-        align=align,
+        batch_size=batch_size,
+        floor=floor,
         folder=None if folder is None else str(folder),
         seed=seed,
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -35,9 +37,17 @@ class Evidence:
 
 @dataclass(frozen=True)
 class MergedLayer:
-    bank: ExpertBank
+    source: ExpertBank
+    experts: Iterator[Expert]
+    """One for each group of the plan, made when it is asked for: a second layer beside the first takes its memory."""
     solutions: list[Solution]
     """Every alignment that was made."""
+
+    @cached_property
+    def bank(self) -> ExpertBank:
+        """All experts together."""
+        made = list(self.experts)
+        return self.source.map(lambda name, _: torch.stack([expert[name] for expert in made]))
 
     @property
     def gap(self) -> float:
@@ -70,19 +80,20 @@ def merge_layer(
     def ordered(source: ExpertBank, e: int) -> Expert:
         return permute_units(source.expert(e), order[e]) if e in order else source.expert(e)
 
-    merged: list[Expert] = []
-    for group in plan.groups:
-        if len(group.members) == 1:
-            merged.append(bank.expert(group.leader))
-            continue
-        weight = dict(zip(group.members, group.weights, strict=True))
-        leader_first = sorted(group.members, key=lambda e: e != group.leader)
-        members = Members(
-            experts=[ordered(bank, e) for e in leader_first],
-            weights=[weight[e] for e in leader_first],
-            inputs=evidence.inputs.get(group.leader),
-            fisher=None if evidence.fisher is None else [ordered(evidence.fisher, e) for e in leader_first],
-        )
-        merged.append(merge.merge(members))
-    stacked = bank.map(lambda name, _: torch.stack([expert[name] for expert in merged]))
-    return MergedLayer(stacked, solutions)
+    def merged() -> Iterator[Expert]:
+        for group in plan.groups:
+            if len(group.members) == 1:
+                yield bank.expert(group.leader)
+                continue
+            weight = dict(zip(group.members, group.weights, strict=True))
+            leader_first = sorted(group.members, key=lambda e: e != group.leader)
+            yield merge.merge(
+                Members(
+                    experts=[ordered(bank, e) for e in leader_first],
+                    weights=[weight[e] for e in leader_first],
+                    inputs=evidence.inputs.get(group.leader),
+                    fisher=None if evidence.fisher is None else [ordered(evidence.fisher, e) for e in leader_first],
+                )
+            )
+
+    return MergedLayer(bank, merged(), solutions)

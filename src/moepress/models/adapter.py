@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -70,6 +70,14 @@ class Adapter(ABC):
         with torch.no_grad():
             for name, tensor in bank.tensors().items():
                 own[name].copy_(tensor)
+
+    @abstractmethod
+    def write_experts(self, block: nn.Module, experts: Iterable[dict[str, Tensor]]) -> None:
+        """The same one expert after the other, as many as the block has."""
+
+    @abstractmethod
+    def expert_parameters(self, block: nn.Module) -> list[nn.Parameter]:
+        """The large ones among what `reshape` replaces by others, never writing into them."""
 
     def expert_tensors(self, block: nn.Module) -> list[Tensor]:
         """Everything that is stored for the experts, in whichever form."""

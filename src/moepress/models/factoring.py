@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moepress.errors import MoepressError
 from moepress.models.adapter import Adapter, Block
@@ -51,6 +52,16 @@ class FactoringAdapter(Adapter):
     def write_native(self, block: Block, bank: ExpertBank) -> None:
         """`write_bank` of experts that are stored whole."""
         super().write_bank(block, bank)
+
+    def write_experts(self, block: Block, experts: Iterable[dict[str, Tensor]]) -> None:
+        own = self.native_bank(block)
+        with torch.no_grad():
+            for e, expert in zip(range(own.num_experts), experts, strict=True):
+                for name, place in own.expert(e).items():
+                    place.copy_(expert[name])
+
+    def expert_parameters(self, block: Block) -> list[nn.Parameter]:
+        return [p for p in self.experts(block).parameters() if p.dim() > 1]
 
     def expert_tensors(self, block: Block) -> list[Tensor]:
         factors = self.factors(block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
@@ -14,7 +15,8 @@ from moepress.runtime.factored import FactoredModules, factors_of
 
 
 class ModuleDictAdapter(LinearRouterAdapter):
-    """Two linear maps an expert, without gate. Reading stacks them, which is a copy; writing copies back."""
+    """Two linear maps an expert, without gate. Reading stacks them, which is a copy unless they lie side by side in
+    memory, as those that come from files do; writing copies back."""
 
     first: ClassVar[str]
     second: ClassVar[str]
@@ -62,7 +64,7 @@ class ModuleDictAdapter(LinearRouterAdapter):
 
         def stacked(name: str, leaf: str) -> Tensor | None:
             tensors = [getattr(linear, leaf) for linear in maps[name]]
-            return None if tensors[0] is None else torch.stack([t.data for t in tensors])
+            return None if tensors[0] is None else stacked_in_place([t.data for t in tensors])
 
         up_EFD, down_EDF = stacked("up", "weight"), stacked("down", "weight")
         assert up_EFD is not None and down_EDF is not None
@@ -75,17 +77,19 @@ class ModuleDictAdapter(LinearRouterAdapter):
         )
 
     def write_native(self, block: Block, bank: ExpertBank) -> None:
+        self.write_experts(block, map(bank.expert, range(bank.num_experts)))
+
+    def write_experts(self, block: Block, experts: Iterable[dict[str, Tensor]]) -> None:
         place = {
             "up_EFD": (self.first, "weight"),
             "up_bias_EF": (self.first, "bias"),
             "down_EDF": (self.second, "weight"),
             "down_bias_ED": (self.second, "bias"),
         }
-        experts = self.modules(block)
-        for name, tensor in bank.tensors().items():
-            owner, leaf = place[name]
-            for expert, value in zip(experts, tensor, strict=True):
-                getattr(getattr(expert, owner), leaf).data.copy_(value)
+        for module, expert in zip(self.modules(block), experts, strict=True):
+            for name, tensor in expert.items():
+                owner, leaf = place[name]
+                getattr(getattr(module, owner), leaf).data.copy_(tensor)
 
     def drop_native(self, block: Block) -> None:
         experts, first = self.experts(block), self.modules(block)[0]
@@ -98,3 +102,38 @@ class ModuleDictAdapter(LinearRouterAdapter):
         for e in range(spec.physical, self.stored(block)[0]):
             del experts[f"expert_{e}"]
         experts.num_experts = spec.physical
+        maps = [[getattr(module, name) for module in self.modules(block)] for name in (self.first, self.second)]
+        for linears in maps:  # the old weights are not written over: what is merged is made of them
+            for leaf in ("weight", "bias"):
+                olds = [getattr(linear, leaf) for linear in linears]
+                if olds[0] is None or olds[0].is_meta:
+                    continue
+                news = side_by_side(len(olds), olds[0].shape, olds[0].dtype, olds[0].device)
+                for linear, old, new in zip(linears, olds, news, strict=True):
+                    setattr(linear, leaf, nn.Parameter(new, requires_grad=old.requires_grad))
+
+
+ALIGNED = 64
+"""Bytes. Where torch puts tensors; products of numbers at other addresses may be rounded otherwise."""
+
+
+def side_by_side(count: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Uninitialised tensors, one after the other in one piece of memory if that is where torch would put each of them
+    anyway, so that `stacked_in_place` copies nothing."""
+    if shape.numel() * dtype.itemsize % ALIGNED:
+        return [torch.empty(shape, dtype=dtype, device=device) for _ in range(count)]
+    return list(torch.empty(count, *shape, dtype=dtype, device=device))
+
+
+def stacked_in_place(tensors: list[Tensor]) -> Tensor:
+    """Tensors of one shape with an axis before the others; a view if they are contiguous and lie side by side."""
+    first = tensors[0]
+    size = first.numel()
+    if all(
+        t.is_contiguous()
+        and t.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and t.storage_offset() == first.storage_offset() + i * size
+        for i, t in enumerate(tensors)
+    ):
+        return first.as_strided((len(tensors), *first.shape), (size, *first.stride()))
+    return torch.stack(tensors)

@@ -26,11 +26,10 @@ def experts_strength(visit: LayerVisit) -> float:
     once = visit.output(first)
     if once.shape != experts_TD.shape:
         raise MoepressError(_not_linear(layer.name))
-    kept = {name: tensor.clone() for name, tensor in bank.tensors().items()}
-    doubled = bank.map(lambda name, t: t * 2 if name.startswith("down") else t)
-    layer.adapter.write_bank(layer.block, doubled)
+    kept = {name: tensor.clone() for name, tensor in bank.tensors().items() if name.startswith("down")}
+    layer.adapter.write_bank(layer.block, bank.map(lambda name, t: t.mul_(2) if name in kept else t))
     twice = visit.output(first)
-    layer.adapter.write_bank(layer.block, bank.map(lambda name, _: kept[name]))
+    layer.adapter.write_bank(layer.block, bank.map(lambda name, t: kept.get(name, t)))
     change = (twice - once).float()[batch.keep_T]
     experts_TD = experts_TD[batch.keep_T]
     strength = float((change * experts_TD).sum() / experts_TD.square().sum().clamp_min(1e-30))

@@ -112,7 +112,7 @@ class ProgressivePruning(TrainingHook):
         for name, layer in self.layers.items():
             plan = self._layer_plan(name)
             if not plan.untouched:
-                specs[name] = install(layer, plan, layer.bank.select([group.leader for group in plan.groups]))
+                specs[name] = install(layer, plan, map(layer.bank.expert, [group.leader for group in plan.groups]))
         return specs
 
     def _layer_plan(self, name: str) -> LayerPlan:

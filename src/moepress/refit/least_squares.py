@@ -82,10 +82,10 @@ class LeastSquares(Refit):
             piece.weight_T /= mean
         solve = _solve_together if bank.num_experts * bank.hidden_units <= self.joint_units else _solve_in_turn
         change_EDF = solve(bank, pieces, self.ridge)
-        if not torch.isfinite(change_EDF).all():
+        if not all(torch.isfinite(change_DF).all() for change_DF in change_EDF):  # no mask as large as all experts
             raise MoepressError(f"layer {layer.name!r}: the least squares have no finite solution; use a larger ridge")
-        changed = bank.map(lambda name, t: t + change_EDF.to(t.dtype) if name == "down_EDF" else t)
-        layer.adapter.write_bank(layer.block, changed)
+        bank.down_EDF.add_(change_EDF.to(bank.down_EDF.dtype))
+        layer.adapter.write_bank(layer.block, bank)
 
 
 @dataclass
@@ -131,12 +131,14 @@ def _solve_together(bank: ExpertBank, pieces: list[Piece], ridge: float) -> Tens
         _add_products(bank, together, gram_EFEF, right_EFD)
     gram = gram_EFEF.reshape(experts * units, experts * units)
     gram.diagonal().add_(_shrinkage(float(gram.diagonal().mean()), ridge))
-    change = torch.cholesky_solve(right_EFD.reshape(experts * units, width), torch.linalg.cholesky(gram))
+    torch.linalg.cholesky(gram, out=gram)  # it is the largest thing here
+    change = torch.cholesky_solve(right_EFD.reshape(experts * units, width), gram)
     return change.reshape(experts, units, width).transpose(1, 2)
 
 
-def _chunks(pieces: list[Piece], units: int, limit: int = 2**28) -> Iterator[list[Piece]]:
-    """Batches in groups whose hidden units, one set for each choice of a token, are at most `limit` numbers."""
+def _chunks(pieces: list[Piece], units: int) -> Iterator[list[Piece]]:
+    """Batches in groups whose hidden units, one set for each choice of a token, are not too many numbers at a time."""
+    limit = 2**28 if pieces[0].missing_TD.is_cuda else 2**25  # small products keep a CPU busy, too
     group: list[Piece] = []
     held = 0
     for piece in pieces:
@@ -196,23 +198,37 @@ def _pairs(choices: int, tokens: int, device: torch.device) -> tuple[Tensor, Ten
 
 def _solve_in_turn(bank: ExpertBank, pieces: list[Piece], ridge: float, rounds: int = 2) -> Tensor:
     """Gauss–Seidel over experts: each is solved for what the others leave; memory of one expert's Gram matrix."""
-    change_EDF = torch.zeros_like(bank.down_EDF, dtype=torch.float64)
+    change_EDF = torch.zeros_like(bank.down_EDF, dtype=torch.promote_types(bank.down_EDF.dtype, torch.float32))
     left = [piece.weighted_missing_TD for piece in pieces]
     energy = sum(float(p.units(bank, e)[1].double().square().sum()) for p in pieces for e in range(bank.num_experts))
     shrinkage = _shrinkage(energy / (bank.num_experts * bank.hidden_units), ridge)
     for _ in range(rounds):
         for e in range(bank.num_experts):
             made = [piece.units(bank, e) for piece in pieces]
-            gram = torch.stack([(u.T @ u).double() for _, u in made]).sum(0)
-            right = torch.zeros(bank.hidden_units, bank.down_EDF.shape[1], dtype=torch.float64, device=gram.device)
             for (token, units_TF), missing_TD in zip(made, left, strict=True):
                 missing_TD.index_add_(0, token, units_TF @ change_EDF[e].T.float())
-                right += units_TF.T @ missing_TD[token]
-            gram.diagonal().add_(shrinkage)
-            change_EDF[e] = torch.cholesky_solve(right, torch.linalg.cholesky(gram)).T
+            change_EDF[e] = _ridge(made, left, shrinkage)
             for (token, units_TF), missing_TD in zip(made, left, strict=True):
                 missing_TD.index_add_(0, token, units_TF @ change_EDF[e].T.float(), alpha=-1)
     return change_EDF
+
+
+def _ridge(made: list[tuple[Tensor, Tensor]], left: list[Tensor], shrinkage: float) -> Tensor:
+    """One expert's change (D, F), from its tokens and hidden units by batch and what is missing there."""
+    device, units, width = left[0].device, made[0][1].shape[1], left[0].shape[1]
+    if sum(len(token) for token, _ in made) < units:  # the same solution from a system in the tokens: Pᵀ (PPᵀ + λ)⁻¹ R
+        units_TF = torch.cat([units_nF for _, units_nF in made])
+        missing_TD = torch.cat([missing[token] for (token, _), missing in zip(made, left, strict=True)])
+        gram = (units_TF @ units_TF.T).double()
+        gram.diagonal().add_(shrinkage)
+        return torch.cholesky_solve(missing_TD.double(), torch.linalg.cholesky(gram)).T @ units_TF.double()
+    gram = torch.zeros(units, units, dtype=torch.float64, device=device)
+    right = torch.zeros(units, width, dtype=torch.float64, device=device)
+    for (token, units_TF), missing_TD in zip(made, left, strict=True):
+        gram += units_TF.T @ units_TF
+        right += units_TF.T @ missing_TD[token]
+    gram.diagonal().add_(shrinkage)
+    return torch.cholesky_solve(right, torch.linalg.cholesky(gram)).T
 
 
 def _shrinkage(mean_diagonal: float, ridge: float) -> float:

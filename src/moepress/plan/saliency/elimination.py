@@ -163,4 +163,8 @@ class Projected:
 
     def outputs(self, x_ND: Tensor) -> Tensor:
         x_ND = x_ND.to(self.bank.up_EFD.dtype)
-        return torch.stack([self.project(self.bank.output(e, x_ND).float()) for e in range(self.bank.num_experts)])
+        width = self.bank.down_EDF.shape[1] if self.map_DP is None else self.map_DP.shape[1]
+        said_ENP = torch.empty(self.bank.num_experts, len(x_ND), width, device=x_ND.device)
+        for e, said_NP in enumerate(said_ENP):
+            said_NP.copy_(self.project(self.bank.output(e, x_ND).float()))
+        return said_ENP

@@ -135,6 +135,19 @@ def test_what_cannot_be_done_is_refused_before_any_text_is_read(given, message):
         press(model, make_recipe({"method": "m-smoe", "keep": 4, **given}), never)
 
 
+def test_a_count_that_the_rounding_changes_is_said():
+    for keep, near in ((4, "keep 3 or 6"), (2, "keep 3")):
+        with pytest.raises(MoepressError, match=f"keep={keep} is not a multiple of 3 .*: {near}$"):
+            pressed("qwen3_moe", method="reap", keep=keep, multiple_of=3)
+    _, outcome = pressed("qwen3_moe", method="reap", keep=0.5, multiple_of=3)
+    assert {layer.physical for layer in outcome.plan.layers} == {3}
+    assert outcome.notes == [
+        "every layer keeps 3 experts where 4 were asked for: its router or multiple_of wants that"
+    ]
+    _, outcome = pressed("qwen3_moe", method="reap", keep=3, multiple_of=3)
+    assert outcome.notes == []
+
+
 def test_weights_that_are_not_finite_are_refused():
     model = zoo.build("qwen3_moe")
     find_layers(model)[1].bank.down_EDF[0, 0, 0] = float("inf")

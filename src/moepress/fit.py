@@ -25,6 +25,10 @@ def check_fit(recipe: Recipe, layers: list[MoELayer]) -> None:
     parse_size(recipe.align.memory)
     if not recipe.keeps_all and (recipe.keep is None) == (recipe.target_size is None):
         raise MoepressError("say how small: either keep (8 experts, or 0.5 of them) or target_size (12GB)")
+    if type(recipe.keep) is int and (rest := recipe.keep % recipe.multiple_of):
+        less = recipe.keep - rest
+        near = f"{less} or {less + recipe.multiple_of}" if less else str(recipe.multiple_of)
+        raise MoepressError(f"keep={recipe.keep} is not a multiple of {recipe.multiple_of} (multiple_of): keep {near}")
     if recipe.decomposition() is not None:
         check_weights(layers)
         if recipe.format == "vanilla":

@@ -30,7 +30,7 @@ from moepress.models.visit import CalibrationBatch, LayerVisit
 from moepress.models.walk import walk
 from moepress.observe import Statistics, from_gradients
 from moepress.plan import LayerPlan, Plan, Planner
-from moepress.planning import check_statistics, facts_of, planner_of
+from moepress.planning import check_statistics, facts_of, planner_of, rounding_note
 from moepress.progress import track
 from moepress.rebuild import align_to_first, evidence_of, fisher_of, rebuild, tokens_wanted
 from moepress.recipe import Recipe
@@ -118,7 +118,7 @@ def press(
     average = average_experts(recipe, model, layers, skipped)
     planner, refit = planner_of(recipe), recipe.component("refit.method")
     router = recipe.component("refit.router")
-    planner.check(facts_of(layers, Statistics(), recipe), skipped, average)
+    expected = planner.check(facts_of(layers, Statistics(), recipe), skipped, average)
     check_gradients(recipe, planner.needs, model, layers)
     if statistics is not None:
         check_statistics(statistics, layers, planner, recipe)
@@ -129,6 +129,8 @@ def press(
     weights = layers[0].weights
     original = copy.deepcopy(model) if router.trains else None
     outcome = Outcome(model, recipe, Plan(layers=()), statistics or Statistics(), {})
+    if plan is None:
+        outcome.notes += rounding_note(planner, expected, skipped, average)
     scores: dict[str, torch.Tensor] = {}
 
     if needs_gradients(recipe, planner.needs) and recipe.align.reference == "first":

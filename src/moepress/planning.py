@@ -40,6 +40,14 @@ def planner_of(recipe: Recipe) -> Planner:
     )
 
 
+def rounding_note(planner: Planner, counts: dict[str, int], skipped: set[str], average: float) -> list[str]:
+    """A sentence where every layer keeps another number of experts than was asked for."""
+    count = next(count for name, count in counts.items() if name not in skipped)
+    if not planner.budget.one_count or count == int(average + 1e-9):
+        return []
+    return [f"every layer keeps {count} experts where {average:.4g} were asked for: its router or multiple_of wants that"]
+
+
 def read_bank(layer: MoELayer) -> ExpertBank:
     with layer.weights.at_hand(layer):
         return layer.bank

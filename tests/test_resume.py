@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -48,24 +49,28 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in sorted(names) if not name.startswith(REPORTS)}
 
 
-def killed(work: Any, after: float | None = None, call: int | None = None) -> bool:
-    """Run `work` in a child that is killed after some seconds, or at so many changes of files; whether it was."""
-    child = os.fork()
-    if child == 0:
-        try:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            if call is not None:
-                die_at(call)
-            work()
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    if after is not None:
-        time.sleep(after)
-        os.kill(child, signal.SIGKILL)
-    status = os.waitpid(child, 0)[1]
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the child failed by itself"
-    return os.WIFSIGNALED(status)
+CLEAN = multiprocessing.get_context("forkserver")
+"""Children of a process that has calculated nothing: threads that one has begun do not survive a fork."""
+CLEAN.set_forkserver_preload(["tests.test_resume", "moepress.api", "transformers.modeling_utils"])
+
+
+def killed(after: float | None = None, call: int | None = None, **work: Any) -> bool:
+    """Compress in a child that is killed after some seconds, or at so many changes of files; whether it was."""
+    child = CLEAN.Process(target=compress_until, args=(call, work))
+    child.start()
+    child.join(after)
+    child.kill()
+    child.join()
+    assert child.exitcode in (0, -signal.SIGKILL), "the child failed by itself"
+    return child.exitcode != 0
+
+
+def compress_until(call: int | None, work: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    if call is not None:
+        die_at(call)
+    moepress.compress(**work)
 
 
 def die_at(call: int) -> None:
@@ -86,8 +91,9 @@ def die_at(call: int) -> None:
 
 def survive(tmp_path: Path, model: Path, method: str, kills: int, seed: int) -> None:
     given = options(tmp_path, method)
+    assert not killed(model=model, out=tmp_path / "beforehand", **given)  # what is loaded once is loaded
     start = time.perf_counter()
-    moepress.compress(model, tmp_path / "undisturbed", **given)
+    assert not killed(model=model, out=tmp_path / "undisturbed", **given)
     took = time.perf_counter() - start
     expected = files_of(tmp_path / "undisturbed")
     draw = random.Random(seed)
@@ -95,15 +101,13 @@ def survive(tmp_path: Path, model: Path, method: str, kills: int, seed: int) -> 
     while done < kills:
         out = tmp_path / f"out-{done}"
 
-        def work(out: Path = out) -> None:
-            moepress.compress(model, out, resume=True, **given)
-
         while not (out / "config.json").exists():
+            work = {"model": model, "out": out, "resume": True, **given}
             if done >= kills:
-                work()
+                assert not killed(**work)
                 break
             by_call = draw.random() < 0.6
-            hit = killed(work, call=draw.randrange(60)) if by_call else killed(work, after=draw.uniform(0.1, took))
+            hit = killed(call=draw.randrange(60), **work) if by_call else killed(after=draw.uniform(0.1, took), **work)
             done += hit
             resumed += hit and any(tmp_path.glob(f".{out.name}.partial-*/journal/*-0*.json"))
         assert files_of(out) == expected

@@ -141,7 +141,7 @@ def test_a_count_that_the_rounding_changes_is_said():
             pressed("qwen3_moe", method="reap", keep=keep, multiple_of=3)
     _, outcome = pressed("qwen3_moe", method="reap", keep=0.5, multiple_of=3)
     assert {layer.physical for layer in outcome.plan.layers} == {3}
-    assert outcome.notes == ["every layer keeps 3 experts where 4 were asked for: its router or multiple_of wants that"]
+    assert outcome.notes == ["every layer keeps 3 experts, not 4: its router or multiple_of wants that"]
     _, outcome = pressed("qwen3_moe", method="reap", keep=3, multiple_of=3)
     assert outcome.notes == []
 

@@ -36,6 +36,7 @@ from moepress.decompose.stable_rank import mean_ranks
 from moepress.errors import MoepressError
 from moepress.fit import bytes_from, check_fit, check_smaller, needs_text, needs_whole, shard_bytes
 from moepress.models.find import find_layers
+from moepress.models.shelf import Spill
 from moepress.models.weights import Weights
 from moepress.observe import Statistics
 from moepress.pipeline import Outcome, planner_of, press
@@ -273,14 +274,18 @@ def _run(
             job.same("text", {"calibration text": fingerprint_of(made)})
         return made
 
-    kept = recipe
+    kept, what = recipe, ""
     if job is not None and memory is not None:
         layers = find_layers(model)
         check_fit(recipe, layers)
         text = batches() if statistics is None or recipe.sequential or plan is None else None
-        kept = within(memory, recipe, need(recipe, layers, job.weights, text), layers)
+        kept, spill = within(memory, recipe, need(recipe, layers, job.weights, text), layers)
+        if spill:
+            job.weights.shelf = Spill(job.folder / "spill")
+            what = "calibration activations waited on disk, so that the memory was kept within what was given"
     outcome = press(model, kept, batches, statistics=statistics, plan=plan, journal=job)
     outcome.recipe = recipe
+    outcome.notes += [what] if what else []
     return Compressed(outcome, before, sizes_of(model))
 
 

@@ -1,4 +1,4 @@
-"""How much memory a streamed compression takes at its peak, from shapes alone, and whether that is within a budget.
+"""How much memory a streamed compression takes at its peak, from shapes alone, and how a budget can be kept.
 
 The counts are upper bounds of what the stages hold at the same time; `moepress bench memory` measures how far the peak
 stays below.
@@ -7,7 +7,7 @@ stays below.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moepress.checkpoint.paging import PagedWeights
@@ -17,14 +17,22 @@ from moepress.fit import parse_size
 from moepress.models.layer import MoELayer
 from moepress.models.visit import CalibrationBatch
 from moepress.observe import STATISTICS
+from moepress.observe.statistic import LayerShape
 from moepress.pipeline import calibration_dtype, planner_of
+from moepress.plan.saliency.elimination import Elimination
 from moepress.rebuild import tokens_wanted
 from moepress.recipe import Recipe
+from moepress.refit import Refit
+from moepress.refit.least_squares import HELD, LeastSquares
 
-CARRIED = 4
-"""Activations of one token that a waiting forward pass holds: residual, normed input, the block's input and output."""
-SLACK = 200 * 10**6
-"""Temporary values of a forward pass, buffers, what the allocator keeps."""
+WAITING, FITTED, FOLLOWED = 5, 9, 14
+"""Vectors of the model's width that there are of each token. Of a waiting forward pass: residual stream, normed input,
+the block's input and output. With a refit also what the experts saw and said and what is missing, twice; where the
+original model is followed, its forward pass and the drift."""
+PASSING = 12
+"""Of each token of the batch that is on its way."""
+SLACK = 150 * 10**6
+"""Buffers, tables of the statistics, what the allocator keeps."""
 
 
 @dataclass(frozen=True)
@@ -34,52 +42,118 @@ class Need:
     process: int
     """Of the program itself."""
     weights: int
+    working: int
+    """What the method needs beside them, however long the text is."""
+    passing: int
+    """Temporary values of one batch."""
     activations: int
+    spilled: int
+    """Of the activations, those that stay in memory when they wait on disk."""
     alignment: int
+    spill: bool = False
 
     @property
     def total(self) -> int:
-        return self.process + self.weights + self.activations + self.alignment + SLACK
+        kept = self.spilled if self.spill else self.activations
+        return self.process + self.weights + self.working + self.passing + kept + self.alignment + SLACK
 
 
 def need(recipe: Recipe, layers: list[MoELayer], weights: PagedWeights, batches: list[CalibrationBatch] | None) -> Need:
     wide = calibration_dtype(recipe, weights.device) if batches is not None else None
-    width = max(layer.adapter.widths(layer.block)[1] for layer in layers)
+    shapes = [LayerShape.of(layer) for layer in layers]
+    experts, width = max(s.experts for s in shapes), max(s.width for s in shapes)
+    units = max(s.hidden_units for s in shapes)
     refit, router = recipe.component("refit.method"), recipe.component("refit.router")
     visits = recipe.sequential or refit.visits or router.visits or bool(tokens_wanted(recipe))
     stored = max(weights.bytes_of(weights.targets(layer.name), None) for layer in layers)
     widened = max(weights.bytes_of(weights.targets(layer.name), wide) for layer in layers)
-    runs = any(STATISTICS.get(name).runs_experts for name in planner_of(recipe).needs)
-    # The layer, a copy of its experts in canonical form, what they are merged into, and copies that are tried out.
-    held = 4 * widened if visits else max((2 if runs else 1) * widened if batches else 0, 3 * stored)
-    tokens = sum(keep.numel() for batch in batches or [] for keep in batch.keep.values())
-    streams = 2 if refit.reference else 1
-    merges = not recipe.component("plan.grouping").drops and recipe.component("align.method").name != "none"
-    units = max(layer.adapter.widths(layer.block)[0] for layer in layers)
-    alignment = max(parse_size(recipe.align.memory), 4 * units**2) if merges else 0
+    kept = share_kept(recipe, experts)
+    drops, aligned = recipe.component("plan.grouping").drops, recipe.component("align.method").name != "none"
+    # The layer, what becomes of it, and, before they are averaged, the members of a group in a common order.
+    made = kept + (0 if drops or not aligned else 1)
+    held = max((1 + made) * (widened if visits else stored), widened if batches else 0)
+    sizes = [tokens_of(batch) for batch in batches or []]
+    vectors = FOLLOWED if refit.reference else FITTED if refit.visits else WAITING
+    token = 4 * (vectors * width + (experts if refit.visits or router.visits else 0))
+    passing = max((passing_bytes(batch, weights, experts, width, units) for batch in batches or []), default=0)
+    alignment = max(parse_size(recipe.align.memory), 4 * units**2) if not drops and aligned else 0
     return Need(
         resident_memory(),
-        held + weights.around(layers, wide),
-        tokens * width * 4 * CARRIED * streams,
-        min(alignment, 4 * units**2 * max(layer.num_experts for layer in layers)),
+        round(held) + weights.around(layers, wide),
+        working_bytes(recipe, refit, shapes, kept),
+        passing,
+        sum(sizes) * token,
+        (min(sum(sizes), 3 * max(sizes, default=0)) if weights.device.type == "cpu" else sum(sizes)) * token,
+        min(alignment, 4 * units**2 * experts),
     )
 
 
-def within(budget: int, recipe: Recipe, found: Need, layers: list[MoELayer]) -> Recipe:
-    """The recipe that keeps the budget: alignments are solved fewer at a time where that helps."""
+def share_kept(recipe: Recipe, experts: int) -> float:
+    """Of a layer's experts, at the most."""
+    if recipe.keep is None or not recipe.component("plan.budget").one_count:
+        return 1.0
+    return min(1.0, recipe.keep if isinstance(recipe.keep, float) else recipe.keep / experts)
+
+
+def tokens_of(batch: CalibrationBatch) -> int:
+    return sum(keep.numel() for keep in batch.keep.values())
+
+
+def passing_bytes(batch: CalibrationBatch, weights: PagedWeights, experts: int, width: int, units: int) -> int:
+    config = weights.model.config.get_text_config()
+    inner = max(units, getattr(config, "intermediate_size", None) or getattr(config, "d_ff", None) or 0)
+    chosen = getattr(config, "num_experts_per_tok", None) or 1
+    rows, length = max((tuple(keep.shape) for keep in batch.keep.values()), key=math.prod)
+    scores = rows * (getattr(config, "num_attention_heads", None) or 1) * length**2
+    return tokens_of(batch) * (4 * (PASSING * width + 3 * inner) + 2 * 8 * chosen * experts) + 3 * 4 * scores
+
+
+def working_bytes(recipe: Recipe, refit: Refit, shapes: list[LayerShape], kept: float) -> int:
+    planner = planner_of(recipe)
+    sums = sum(
+        8 * math.prod(size)
+        for shape in shapes
+        for name in planner.needs
+        for size in STATISTICS.get(name).sizes(shape).values()
+    )
+    return sums + max(working_of(recipe, refit, shape, math.ceil(kept * shape.experts)) for shape in shapes)
+
+
+def working_of(recipe: Recipe, refit: Refit, shape: LayerShape, kept: int) -> int:
+    """One layer's."""
+    sampled = 4 * tokens_wanted(recipe) * kept * shape.width
+    tried = [s for s in planner_of(recipe).saliencies if isinstance(s, Elimination)]
+    tries = max((4 * shape.experts * s.tokens * (min(s.width, shape.width) + 1) for s in tried), default=0)
+    solved = 0
+    if isinstance(refit, LeastSquares):
+        together = kept * shape.hidden_units
+        if together <= refit.joint_units:
+            solved = 8 * together**2 + 4 * 8 * together * shape.width + 3 * 4 * 2**25
+        else:
+            one = 3 * 8 * shape.hidden_units**2 + 4 * 8 * shape.hidden_units * shape.width
+            solved = 4 * kept * shape.hidden_units * shape.width + one + 2 * 4 * HELD
+    return max(sampled, tries, solved)
+
+
+def within(budget: int, recipe: Recipe, found: Need, layers: list[MoELayer]) -> tuple[Recipe, bool]:
+    """The recipe that keeps the budget, and whether activations must wait on disk for it: first of all alignments are
+    solved fewer at a time, which changes nothing else."""
     one = 4 * max(layer.adapter.widths(layer.block)[0] for layer in layers) ** 2 if found.alignment else 0
-    least = found.total - found.alignment + one
+    smallest = replace(found, alignment=one)
+    spill = smallest.total > budget
+    least = replace(smallest, spill=True).total
     if least > budget:
         raise MoepressError(
-            f"this needs about {human_size(math.ceil(least))} of memory and may use {human_size(budget)}: "
-            f"{human_size(found.weights)} for weights, {human_size(found.activations)} for calibration text, "
-            f"{human_size(found.process)} for the program; give more (--memory), or fewer samples"
+            f"this needs about {human_size(math.ceil(least * 1.01))} of memory and may use {human_size(budget)}: "
+            f"{human_size(found.weights)} for weights, {human_size(found.working)} for the method, "
+            f"{human_size(found.spilled + found.passing)} for batches of text, {human_size(found.process)} for the "
+            "program; give more (--memory), or smaller batches (--batch-size)"
         )
+    found = replace(found, spill=spill)
     if found.total <= budget:
-        return recipe
-    return recipe.model_copy(
-        update={"align": recipe.align.model_copy(update={"memory": str(budget - found.total + found.alignment)})}
-    )
+        return recipe, spill
+    less = str(budget - found.total + found.alignment)
+    return recipe.model_copy(update={"align": recipe.align.model_copy(update={"memory": less})}), spill
 
 
 def resident_memory() -> int:

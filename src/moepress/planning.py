@@ -45,7 +45,7 @@ def rounding_note(planner: Planner, counts: dict[str, int], skipped: set[str], a
     count = next(count for name, count in counts.items() if name not in skipped)
     if not planner.budget.one_count or count == int(average + 1e-9):
         return []
-    return [f"every layer keeps {count} experts where {average:.4g} were asked for: its router or multiple_of wants that"]
+    return [f"every layer keeps {count} experts, not {average:.4g}: its router or multiple_of wants that"]
 
 
 def read_bank(layer: MoELayer) -> ExpertBank:

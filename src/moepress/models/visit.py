@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moepress.errors import UnsupportedModel
 from moepress.models.layer import LayerBatch, MoELayer, Routing
+from moepress.models.shelf import Shelf
 from moepress.models.strength import experts_strength
 
 
@@ -32,6 +33,9 @@ class Stop:
     args: tuple
     kwargs: dict
 
+    def put_on(self, shelf: Shelf) -> None:
+        self.args, self.kwargs = shelf.put(self.args), shelf.put(self.kwargs)
+
 
 class LayerVisit:
     """One layer and the batches that wait in front of it."""
@@ -42,11 +46,14 @@ class LayerVisit:
         forward: Callable[..., Any],
         waiting: dict[int, Stop],
         batches: list[CalibrationBatch],
+        shelf: Shelf | None = None,
     ) -> None:
         self.layer = layer
         self._forward = forward
         self._waiting = waiting
         self._batches = batches
+        self.shelf = shelf or Shelf()
+        """Where what there is one of for every batch is kept."""
         self.outputs: dict[int, Any] = {}
         self.drift: dict[int, Tensor] = {}
         """With `reference`: by batch, how far (T, D) the residual stream behind this layer, whole as it still is, lies
@@ -73,7 +80,7 @@ class LayerVisit:
     def beside(self, block: torch.nn.Module, numbers: list[int]) -> LayerVisit:
         """A visit of some of the batches to another block in this one's place."""
         waiting = {i: self._waiting[i] for i in numbers}
-        visit = LayerVisit(replace(self.layer, block=block), present_forward(block), waiting, self._batches)
+        visit = LayerVisit(replace(self.layer, block=block), present_forward(block), waiting, self._batches, self.shelf)
         visit.drift, visit.stream_norm = self.drift, self.stream_norm
         if "strength" in self.__dict__:  # measured on the layer while it was whole
             visit.strength = self.strength
@@ -176,7 +183,7 @@ class LayerVisit:
         """One waiting batch as the layer sees it, and the block's output as the block returned it."""
         if self._seen is not None and i in self._seen:
             return self._seen[i]
-        batch, output = self._observe(i)
+        batch, output = self.shelf.put(self._observe(i))
         self.outputs[i] = output
         if self._seen is not None:
             self._seen[i] = batch, output

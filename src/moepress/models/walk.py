@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from moepress.errors import MoepressError, UnsupportedModel
 from moepress.models.find import find_layers
 from moepress.models.implementation import quickest_experts
 from moepress.models.layer import MoELayer
+from moepress.models.shelf import Shelf
 from moepress.models.taps import before_forward, replaced
 from moepress.models.visit import CalibrationBatch, LayerVisit, Stop, first_of, present_forward, private
 from moepress.models.weights import Weights
@@ -36,6 +38,11 @@ class _After:
     """A batch waiting behind the module that adds the block's output to the residual stream."""
 
     output: Any
+    behind: Any = None
+    """The residual stream."""
+
+    def put_on(self, shelf: Shelf) -> None:
+        self.behind = shelf.put(first_of(self.output))
 
 
 @contextmanager
@@ -116,31 +123,30 @@ def walk(
     runners = [greenlet(forward_until_enough) for _ in batches]
     streams: dict[int, dict[int, Tensor]] = {}
     weights = Weights.of(model)
+    shelf = weights.shelf
+    go_on = partial(_go_on, model, runners, batches)
     with prepared(model, weights, layers), ExitStack() as undo:
         for layer in layers:
             streams[id(layer.block)] = undo.enter_context(_stream_norms(model, layer, runners))
             undo.enter_context(replaced(layer.block, "forward", stopping_forward(layer, forwards[id(layer.block)])))
-        undo.callback(_end, runners)
-        waiting = {
-            i: runner.switch(model, batch.inputs, weights.device)
-            for i, (runner, batch) in enumerate(zip(runners, batches, strict=True))
-        }
+        undo.callback(_end, runners, shelf)
+        waiting = {i: go_on(i, model, batch.inputs, weights.device) for i, batch in enumerate(batches)}
         while any(stop is not None for stop in waiting.values()):
             layer = next(stop.layer for stop in waiting.values() if stop is not None)
             if astray := [i for i, stop in waiting.items() if stop is None or stop.layer is not layer]:
                 raise UnsupportedModel(f"batch {astray[0]} did not reach layer {layer.name!r} together with the others")
             weights.stopped(layer)
-            visit = LayerVisit(layer, forwards[id(layer.block)], waiting, batches)
+            visit = LayerVisit(layer, forwards[id(layer.block)], waiting, batches, shelf)
             visit.stream_norm = streams[id(layer.block)]
             yield visit
             done.add(id(layer.block))
             last = len(done) == len(by_block)
-            for i, runner in enumerate(runners):
+            for i in range(len(batches)):
                 if last:
                     answer: Any = _EnoughSeen
                 else:
                     answer = (visit.outputs.pop(i),) if i in visit.outputs and not sequential else None
-                waiting[i] = runner.switch(answer)
+                waiting[i] = go_on(i, answer)
             weights.passed(layer)
         if unreached := [layer.name for layer in layers if id(layer.block) not in done]:
             raise MoepressError(
@@ -187,46 +193,49 @@ def _walk_with_reference(
     runners = [greenlet(forward_until_enough) for _ in range(2 * len(batches) + 1)]
     count = len(batches)
     weights = Weights.of(model)
+    shelf = weights.shelf
+    go_on = partial(_go_on, model, runners, batches)
     with prepared(model, weights, layers), ExitStack() as undo:
         for layer in layers:
             host = hosts[id(layer.block)]
             undo.enter_context(replaced(layer.block, "forward", at_block(layer)))
             undo.enter_context(replaced(host, "forward", behind_host(layer, present_forward(host))))
-        undo.callback(_end, runners)
-        stops = [r.switch(model, i, weights.device) for r, i in zip(runners, [*inputs, *inputs, probe], strict=True)]
+        undo.callback(_end, runners, shelf)
+        stops = [go_on(i, model, given, weights.device) for i, given in enumerate([*inputs, *inputs, probe])]
         while stops[0] is not None:
             layer = stops[0].layer
             if any(stop is None or stop.layer is not layer for stop in stops):
                 raise UnsupportedModel(f"the batches did not reach layer {layer.name!r} together")
             weights.stopped(layer)
             run = forwards[id(layer.block)]
-            visit = LayerVisit(layer, run, dict(enumerate(stops[:count])), batches)
+            visit = LayerVisit(layer, run, dict(enumerate(stops[:count])), batches, shelf)
             visit.remember()
             before = [visit.observe(i)[1] for i in range(count)]
-            before += [run(*private(stop.args), **private(stop.kwargs)) for stop in stops[count:]]
+            before += [shelf.put(run(*private(stop.args), **private(stop.kwargs))) for stop in stops[count:]]
             kick = _kick(first_of(before[-1]))
             before[-1] = _withfirst_of(before[-1], first_of(before[-1]) + kick)
-            outputs = [r.switch(y).output for r, y in zip(runners, before, strict=True)]
-            behind = [first_of(output) for output in outputs]
+            stops = [go_on(i, y) for i, y in enumerate(before)]
+            outputs, behind = [stop.output for stop in stops], [stop.behind for stop in stops]
             if behind[-1].numel() != kick.numel():
                 raise UnsupportedModel(f"layer {layer.name!r}: several residual streams pass it side by side")
             strength = _strength(layer, behind[-1] - behind[count][:1], kick)
             for i in range(count):
                 width = behind[i].shape[-1]
-                visit.drift[i] = ((behind[count + i] - behind[i]) / strength).reshape(-1, width)
+                visit.drift[i] = shelf.put(((behind[count + i] - behind[i]) / strength).reshape(-1, width))
                 visit.stream_norm[i] = behind[count + i].reshape(-1, width).norm(dim=1)
             yield visit
             done.add(id(layer.block))
-            answers = []
             visit.changed()
-            for i in range(count):
-                change = first_of(visit.run(i)) - first_of(before[i])
-                answers.append(behind[i] + strength * change.reshape(behind[i].shape))
-            answers += [*behind[count:-1], behind[count][:1]]
-            answers = [_withfirst_of(output, first) for output, first in zip(outputs, answers, strict=True)]
-            del before, visit, outputs
             last = len(done) == len(layers)
-            stops = [r.switch(_EnoughSeen if last else a) for r, a in zip(runners, answers, strict=True)]
+            for i, output in enumerate(outputs):
+                if last:
+                    answer: Any = _EnoughSeen
+                elif i < count:
+                    change = first_of(visit.run(i)) - first_of(before[i])
+                    answer = _withfirst_of(output, behind[i] + strength * change.reshape(behind[i].shape))
+                else:
+                    answer = _withfirst_of(output, behind[i] if i < 2 * count else behind[count][:1])
+                stops[i] = go_on(i, answer)
             weights.passed(layer)
         if unreached := [layer.name for layer in layers if id(layer.block) not in done]:
             raise MoepressError(f"the calibration text never reached layer {unreached[0]!r}")
@@ -280,8 +289,22 @@ def _withfirst_of(output: Any, first: Tensor) -> Any:
     return (first, *output[1:]) if isinstance(output, tuple) else first
 
 
-def _end(runners: list[greenlet]) -> None:
+def _go_on(
+    model: torch.nn.Module, runners: list[greenlet], batches: list[CalibrationBatch], i: int, *answer: Any
+) -> Any:
+    """Let a forward pass run up to its next stop, which is None at its end."""
+    shelf = Weights.of(model).shelf
+    shelf.resume(i)
+    stop = runners[i].switch(*answer)
+    if stop is not None:
+        stop.put_on(shelf)
+    shelf.suspended(i, runners[i], model, batches[i % len(batches)].inputs.values())
+    return stop
+
+
+def _end(runners: list[greenlet], shelf: Shelf) -> None:
     """Unwind the forward passes that still wait somewhere."""
+    shelf.clear()
     for runner in runners:
         if runner and not runner.dead:
             runner.throw(_EnoughSeen)

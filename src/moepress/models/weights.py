@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from moepress.models.precision import in_dtype
+from moepress.models.shelf import Shelf
 
 if TYPE_CHECKING:
     from moepress.models.layer import MoELayer
@@ -27,6 +28,8 @@ class Weights:
 
     resident = True
     """Whether they are all in memory at a time, as a backward pass needs them."""
+    shelf: Shelf = Shelf()
+    """Where activations wait."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -18,6 +18,7 @@ from torch import Tensor
 from moepress.errors import MoepressError
 from moepress.models.layer import ExpertBank, LayerBatch
 from moepress.models.probe import Probe
+from moepress.models.shelf import Shelf
 from moepress.models.visit import LayerVisit
 from moepress.refit.base import REFITS, Refit
 
@@ -76,12 +77,14 @@ class LeastSquares(Refit):
             weight_T = visit.token_weight(i, self.relative).to(missing_TD.device).sqrt()
             if expert_map is not None:
                 batch = replace(batch, routing=batch.routing.redirected(expert_map))
-            pieces.append(Piece(batch, missing_TD.float() / visit.strength, weight_T))
+            pieces.append(Piece(batch, visit.shelf.put(missing_TD.float() / visit.strength), weight_T))
         mean = torch.cat([p.weight_T[p.batch.keep_T] for p in pieces]).square().mean().sqrt()
         for piece in pieces:
             piece.weight_T /= mean
-        solve = _solve_together if bank.num_experts * bank.hidden_units <= self.joint_units else _solve_in_turn
-        change_EDF = solve(bank, pieces, self.ridge)
+        if bank.num_experts * bank.hidden_units <= self.joint_units:
+            change_EDF = _solve_together(bank, pieces, self.ridge)
+        else:
+            change_EDF = _solve_in_turn(bank, pieces, self.ridge, shelf=visit.shelf)
         if not all(torch.isfinite(change_DF).all() for change_DF in change_EDF):  # no mask as large as all experts
             raise MoepressError(f"layer {layer.name!r}: the least squares have no finite solution; use a larger ridge")
         bank.down_EDF.add_(change_EDF.to(bank.down_EDF.dtype))
@@ -196,21 +199,38 @@ def _pairs(choices: int, tokens: int, device: torch.device) -> tuple[Tensor, Ten
     return base_T1 + one_p, base_T1 + other_p
 
 
-def _solve_in_turn(bank: ExpertBank, pieces: list[Piece], ridge: float, rounds: int = 2) -> Tensor:
+def _solve_in_turn(
+    bank: ExpertBank, pieces: list[Piece], ridge: float, rounds: int = 2, shelf: Shelf | None = None
+) -> Tensor:
     """Gauss–Seidel over experts: each is solved for what the others leave; memory of one expert's Gram matrix."""
     change_EDF = torch.zeros_like(bank.down_EDF, dtype=torch.promote_types(bank.down_EDF.dtype, torch.float32))
-    left = [piece.weighted_missing_TD for piece in pieces]
+    shelf = shelf or Shelf()
+    left = [shelf.put(piece.weighted_missing_TD) for piece in pieces]
     energy = sum(float(p.units(bank, e)[1].double().square().sum()) for p in pieces for e in range(bank.num_experts))
     shrinkage = _shrinkage(energy / (bank.num_experts * bank.hidden_units), ridge)
     for _ in range(rounds):
         for e in range(bank.num_experts):
-            made = [piece.units(bank, e) for piece in pieces]
+            made = _units(bank, pieces, e, shelf)
             for (token, units_TF), missing_TD in zip(made, left, strict=True):
                 missing_TD.index_add_(0, token, units_TF @ change_EDF[e].T.float())
             change_EDF[e] = _ridge(made, left, shrinkage)
             for (token, units_TF), missing_TD in zip(made, left, strict=True):
                 missing_TD.index_add_(0, token, units_TF @ change_EDF[e].T.float(), alpha=-1)
+            shelf.release()
     return change_EDF
+
+
+def _units(bank: ExpertBank, pieces: list[Piece], e: int, shelf: Shelf) -> list[tuple[Tensor, Tensor]]:
+    made, held = [], 0
+    for piece in pieces:
+        token, units_TF = piece.units(bank, e)
+        held += units_TF.numel()
+        made.append((token, units_TF if held < HELD else shelf.put(units_TF)))
+    return made
+
+
+HELD = 2**24
+"""Hidden units of one expert on all text that stay in memory; others are put on the shelf."""
 
 
 def _ridge(made: list[tuple[Tensor, Tensor]], left: list[Tensor], shrinkage: float) -> Tensor:

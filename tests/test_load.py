@@ -128,7 +128,7 @@ def test_a_hub_name_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "snapshot" / "tokenizer.json").write_text("{}")
     asked = []
 
-    def download(name: str, revision: str | None, ignore_patterns: list[str]) -> str:
+    def download(name: str, revision: str | None, ignore_patterns: list[str], **_: Any) -> str:
         asked.append((name, revision, "*.safetensors" in ignore_patterns))
         return str(tmp_path / "snapshot")
 

@@ -26,6 +26,7 @@ from moepress.checkpoint.load import (
     load_tokenizer,
     local_folder,
     quiet,
+    refuse_quantised,
 )
 from moepress.checkpoint.paging import PagedWeights
 from moepress.checkpoint.sizes import Sizes, sizes_of
@@ -171,6 +172,8 @@ def compress(
                 else "gradients need the whole model in memory, and such a run cannot be resumed: leave resume out"
             )
         place = None if isinstance(model, PreTrainedModel) else model
+        if place is not None:
+            refuse_quantised(place, trust_remote_code, revision)
         with output_folder(out, overwrite=overwrite, source=place) as folder:
             whole, tokenizer, source = open_source(model, tokenizer, device, trust_remote_code, revision)
             result = _run(whole, tokenizer, made, saved_statistics, saved_plan)

@@ -63,7 +63,7 @@ class Estimate:
 def estimate(
     model: str | os.PathLike[str], recipe: Recipe, *, trust_remote_code: bool = False, revision: str | None = None
 ) -> Estimate:
-    loaded, tokenizer, _ = open_source(model, None, None, trust_remote_code, revision)
+    loaded, tokenizer, _ = open_source(model, None, None, trust_remote_code, revision, paged=True)
     layers = find_layers(loaded)
     check_fit(recipe, layers)
     check_smaller(recipe, loaded, layers)
@@ -128,10 +128,11 @@ def _one_pass(model: PreTrainedModel, batches: list[CalibrationBatch], layers: l
 
 
 def _one_alignment(layer: MoELayer, recipe: Recipe) -> float:
-    bank, solver = layer.bank, recipe.component("align.solver")
+    solver = recipe.component("align.solver")
     solver.solve(torch.eye(128))  # compiled code is loaded once, not for each alignment
     start = time.perf_counter()
-    with torch.no_grad():
+    with torch.no_grad(), layer.weights.at_hand(layer):
+        bank = layer.bank
         method = recipe.component("align.method")
         tokens = ExpertInputs(torch.randn(method.tokens, bank.up_EFD.shape[2]).to(bank.up_EFD.device), bank.activation)
         match(method, solver, [Pair(bank.expert(0), bank.expert(1), tokens)])

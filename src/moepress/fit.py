@@ -46,6 +46,11 @@ def check_fit(recipe: Recipe, layers: list[MoELayer]) -> None:
         )
     if recipe.component("refit.router").rows and recipe.router == "redirect":
         raise MoepressError("a redirect keeps all router rows: there is nothing to fit; use router=keep or mean")
+    if (storage := layers[0].weights.quantised) and recipe.format != "vanilla":
+        raise MoepressError(
+            f"the model is quantised ({storage}), which a compact checkpoint cannot be: use format=vanilla "
+            "(--format vanilla), quantised as the original is, and a method that keeps one router row an expert"
+        )
     if recipe.format == "vanilla":
         if recipe.router == "redirect":
             raise MoepressError("a vanilla checkpoint has one router row per expert: use router=keep or router=mean")

@@ -292,6 +292,7 @@ def rebuild_visited(
             round_as_stored(layer, stored[layer.name])
             visit.changed()
             journal.finish(layer, done)
+            visit.changed()  # what is stored in fewer bits has been read back
         made[layer.name] = outcome.add(layer, done)
     return Plan(layers=tuple(made[layer.name] for layer in layers))
 

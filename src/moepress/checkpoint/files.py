@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +19,9 @@ CHUNK = 1 << 23
 
 class TensorFiles:
     """Tensors by name. Files stay open until `close`."""
+
+    description = ""
+    """How weights are quantised."""
 
     def __init__(self, header: Header) -> None:
         self.header = header
@@ -64,14 +67,70 @@ class TensorFiles:
         if self.size(name):
             self._fill(name, bytes_of(out), 0)
 
-    def chunks(self, name: str) -> Iterator[memoryview]:
+    def read_row(self, name: str, row: int) -> Tensor:
+        """What lies at one index of its first axis."""
+        out = torch.empty(self.header[name]["shape"][1:], dtype=self.dtype(name))
+        if out.numel():
+            self._fill(name, bytes_of(out), row * out.nbytes)
+        return out
+
+    def copy_to(self, name: str, place: Tensor, stored: torch.dtype) -> None:
+        """Fill a tensor with values of the type `stored`, straight where it is of that type and on the CPU, otherwise
+        through a buffer."""
+        if self.dtype(name) == stored == place.dtype and place.device.type == "cpu":
+            self.read_into(name, place)
+        else:
+            for start, piece in self.pieces(name):
+                place.view(-1)[start : start + piece.numel()].copy_(piece.to(stored))
+
+    def chunks(self, name: str, start: int = 0, end: int | None = None) -> Iterator[memoryview]:
         """Its bytes as they are, in pieces that are valid until the next one."""
-        size = self.size(name)
-        piece = memoryview(bytearray(min(size, CHUNK)))
-        for start in range(0, size, CHUNK):
-            part = piece[: min(CHUNK, size - start)]
-            self._fill(name, part, start)
+        end = self.size(name) if end is None else end
+        piece = memoryview(bytearray(min(end - start, CHUNK)))
+        for begin in range(start, end, CHUNK):
+            part = piece[: min(CHUNK, end - begin)]
+            self._fill(name, part, begin)
             yield part
+
+    # ---- how tensors are stored, which is not as they are where weights are quantised (`quantised/`) --------------
+
+    @property
+    def raw(self) -> TensorFiles:
+        """The files as they are."""
+        return self
+
+    def beside(self, header: Header) -> TensorFiles:
+        """Other files with tensors that are stored in the same way."""
+        return TensorFiles(header)
+
+    def stored(self, name: str) -> Mapping[str, str]:
+        """The names of what a tensor is made of, by the role that each plays."""
+        return {"values": name}
+
+    def stored_as(self, name: str, new: str) -> Mapping[str, str]:
+        """The same for a tensor `new` that is stored as this one is."""
+        return {"values": new}
+
+    def is_packed(self, name: str) -> bool:
+        """Whether it is quantised."""
+        return False
+
+    def has_rows(self, name: str) -> bool:
+        """Whether each index of the first axis is stored apart from the others."""
+        return True
+
+    def pack(self, values: Tensor, like: str) -> dict[str, Tensor]:
+        """What is stored for these values, by role, if it is stored as the tensor `like` is."""
+        return {"values": values.to("cpu", self.dtype(like))}
+
+    def check(self, used: set[str]) -> None:
+        """Raise if something is stored in a way that is not understood, where `used` are the tensors that the model is
+        made of."""
+
+    def describe(self, config: Path, again: int) -> list[str]:
+        """Say in an output's config.json how its weights are stored, of which so many tensors have been stored anew;
+        what to note in its report."""
+        return []
 
     def _fill(self, name: str, room: memoryview, start: int) -> None:
         entry = self.header[name]

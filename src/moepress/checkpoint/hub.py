@@ -33,11 +33,13 @@ def hub_name(source: str | os.PathLike[str]) -> str | None:
 
 def download(name: str, revision: str | None, weights: bool = True) -> Path:
     """A model of the Hub as a folder; without `weights` only what is beside them."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import is_offline_mode, snapshot_download
 
     skipped = NOT_NEEDED if weights else [*NOT_NEEDED, "*.safetensors"]
     try:
-        return Path(snapshot_download(name, revision=revision, ignore_patterns=skipped))
+        # Told nothing, it asks the Hub what a commit holds even where it may not ask and the commit is here.
+        offline = is_offline_mode()
+        return Path(snapshot_download(name, revision=revision, ignore_patterns=skipped, local_files_only=offline))
     except Exception as error:
         raise MoepressError(f"{name} is no folder here, and {reason(error, name, revision)}") from error
 
@@ -115,7 +117,7 @@ def check_whole(folder: Path) -> None:
 
 def reason(error: BaseException, name: str, revision: str | None = None) -> str:
     """What the Hub, or the way to it, has against a request about this name."""
-    from huggingface_hub import errors
+    from huggingface_hub import errors, is_offline_mode
 
     chain = list(_causes(error))
 
@@ -126,7 +128,7 @@ def reason(error: BaseException, name: str, revision: str | None = None) -> str:
     status = None if answer is None else getattr(answer.response, "status_code", None)
     if found(errors.HFValidationError):
         return f"{name!r} is no name of a model on the Hub: such a name is USER/MODEL"
-    if found(errors.OfflineModeIsEnabled):
+    if found(errors.OfflineModeIsEnabled) or (is_offline_mode() and found(errors.LocalEntryNotFoundError)):
         return f"the Hub is not asked for {name}, since HF_HUB_OFFLINE is set"
     if found(errors.LocalTokenNotFoundError):
         return f"the Hub wants to know who you are: {LOG_IN}"

@@ -27,6 +27,7 @@ from moepress.checkpoint.files import TensorFiles
 from moepress.checkpoint.folder import INDEX, SINGLE, read_json
 from moepress.checkpoint.guard import NOTICE, compact_conversions
 from moepress.checkpoint.headers import read_headers
+from moepress.checkpoint.keeping import Keeper
 from moepress.checkpoint.manifest import checksum
 from moepress.checkpoint.mapping import Part
 from moepress.checkpoint.paging import PagedWeights
@@ -57,6 +58,7 @@ class Job(Journal):
         self.parts, self.journal = folder / "parts", folder / "journal"
         self.notes: list[str] = []
         self._replaced: set[str] = set()
+        self._rounded = 0
         self._files: dict[str, dict[str, Any]] = {}
         """Entries of the parts for the manifest, by name."""
         for place in (self.parts, self.journal):
@@ -128,13 +130,16 @@ class Job(Journal):
         place = self.journal / f"finished-{layer.index:05d}.json"
         items: list[Item] = []
         replaced: list[str] = []
+        rounded = 0
         if done.spec is not None:
             state, replaced = self._changed(layer)
-            items = self._as_in_files(layer, done.spec, state)
+            items, rounded = self._as_in_files(layer, done.plan, done.spec, state)
         files = [
             write_file(self.parts / f"{layer.index:05d}-{number:03d}.safetensors", group)
             for number, group in enumerate(divided(items, self.shard_bytes))
         ]
+        if rounded:  # what was stored in fewer bits is what the batches go on through, and what a later run would read
+            self._read_back(files)
         if done.statistics:
             self._keep(sums_of(place), layer, done.statistics)
         near_of(place).unlink(missing_ok=True)
@@ -152,6 +157,7 @@ class Job(Journal):
             "statistics": bool(done.statistics),
             "files": files,
             "replaced": sorted(replaced),
+            "rounded": rounded,
         }
         write_json(place, entry)
         self._take(layer, entry)
@@ -159,6 +165,7 @@ class Job(Journal):
     def _take(self, layer: MoELayer, entry: dict[str, Any]) -> None:
         self._replaced.update(entry["replaced"])
         self._files |= {file["file"]: file for file in entry["files"]}
+        self._rounded += entry.get("rounded", 0)
         if entry["spec"] is not None:
             self.weights.finished.add(layer.name)
 
@@ -186,8 +193,11 @@ class Job(Journal):
         original = self.weights.original(part)
         return any(name in now and not torch.equal(now[name].to(t.dtype), t) for name, t in original.items())
 
-    def _as_in_files(self, layer: MoELayer, spec: CompactSpec, state: dict[str, Tensor]) -> list[Item]:
-        """The same tensors under the names and in the shapes that the output's files have."""
+    def _as_in_files(
+        self, layer: MoELayer, plan: LayerPlan, spec: CompactSpec, state: dict[str, Tensor]
+    ) -> tuple[list[Item], int]:
+        """The same tensors under the names and in the shapes that the output's files have, and how many of them lose
+        precision there."""
         from transformers.core_model_loading import revert_weight_conversion
 
         stored = {name: self.weights.stored_dtype(name, tensor) for name, tensor in state.items()}
@@ -195,7 +205,10 @@ class Job(Journal):
         with self._saving(layer, spec) as model:
             made = revert_weight_conversion(model, dict(state))
             types = {name: tensor.dtype for name, tensor in revert_weight_conversion(model, empty).items()}
-        return [Item.of(name, tensor, types[name]) for name, tensor in made.items()]
+        keeper = Keeper(self.weights.files, plan)
+        return [
+            item for name, tensor in made.items() for item in keeper.items(name, tensor, types[name])
+        ], keeper.rounded
 
     @contextmanager
     def _saving(self, layer: MoELayer, spec: CompactSpec) -> Iterator[Any]:
@@ -214,7 +227,10 @@ class Job(Journal):
         assert done.spec is not None
         entry = read_json(self.journal / f"finished-{layer.index:05d}.json")
         layer.adapter.reshape(layer.block, done.spec)
-        files = TensorFiles(read_headers(self.parts / file["file"] for file in entry["files"]))
+        self._read_back(entry["files"])
+
+    def _read_back(self, entries: list[dict[str, Any]]) -> None:
+        files = self.weights.files.beside(read_headers(self.parts / file["file"] for file in entries))
         self.weights.replace(files)
         files.close()
 
@@ -243,7 +259,9 @@ class Job(Journal):
             )
         model.save_pretrained(os.fspath(out), state_dict={})
         (out / SINGLE).unlink(missing_ok=True)
-        items = [Item.stored(self.weights.files, name) for name in kept]
+        source = self.weights.files
+        self.notes += source.describe(out / "config.json", self._rounded)
+        items = [Item.stored(source.raw, stored) for name in kept for stored in source.stored(name).values()]
         items = [item.shaped(tuple(changed[item.name].shape)) if item.name in changed else item for item in items]
         finished = TensorFiles(read_headers(self.parts / name for name in sorted(self._files)))
         here = {*kept, *finished.header}
@@ -338,8 +356,7 @@ def fingerprint(files: TensorFiles) -> str:
     for name in sorted({entry["file"] for entry in files.header.values()}):
         state = os.stat(name)
         found.update(f"{Path(name).name} {state.st_size} {state.st_mtime_ns}\n".encode())
-    for name in sorted(files.header):
-        entry = files.header[name]
+    for name, entry in sorted(files.raw.header.items()):
         found.update(f"{name} {entry['dtype']} {entry['shape']} {entry['start']}\n".encode())
     return found.hexdigest()
 

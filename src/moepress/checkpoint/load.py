@@ -13,12 +13,15 @@ import torch
 
 from moepress.checkpoint.files import TensorFiles
 from moepress.checkpoint.folder import check_checkpoint
+from moepress.checkpoint.headers import Header
 from moepress.checkpoint.hub import download, first_line
 from moepress.checkpoint.paging import PagedWeights, weights_stay_in_files
+from moepress.checkpoint.quantised import storage_of
+from moepress.checkpoint.quantised.files import QuantisedFiles
 from moepress.checkpoint.quantizer import METHOD, shape_compact
 from moepress.errors import MoepressError
 from moepress.models.find import repair
-from moepress.models.weights import Weights
+from moepress.models.weights import MARK, Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -71,8 +74,11 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConf
 
 
 def load_skeleton(source: AnyPath, *, trust_remote_code: bool = False, revision: str | None = None) -> PreTrainedModel:
-    """The model without its weights, on the meta device; a compact one has its compact shapes."""
+    """The model without its weights, on the meta device; a compact one has its compact shapes, and a quantised one
+    those of its unpacked weights."""
     config = load_config(local_folder(source, revision, weights=False), trust_remote_code)
+    if quantization_method(config) not in (None, METHOD):
+        take_quantization(config)
     loader = model_class(config)
     dtype = config.dtype or torch.float32
     try:
@@ -84,6 +90,27 @@ def load_skeleton(source: AnyPath, *, trust_remote_code: bool = False, revision:
     if quantization_method(config) == METHOD:
         shape_compact(model, config.quantization_config)
     return model.eval()
+
+
+def open_files(header: Header, config: PreTrainedConfig, source: AnyPath) -> TensorFiles:
+    """The tensors of a checkpoint. Where they are quantised, as if they were not; the config says so no more then."""
+    method = quantization_method(config)
+    if method in (None, METHOD):
+        return TensorFiles(header)
+    storage = storage_of(quantization_of(config), source)
+    unpacked = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    config.dtype = unpacked
+    return QuantisedFiles(header, storage, unpacked, take_quantization(config))
+
+
+def refuse_quantised(source: AnyPath, trust_remote_code: bool = False, revision: str | None = None) -> None:
+    """Where the whole model is worked on in memory, what is written from there is not quantised."""
+    method = quantization_method(load_config(local_folder(source, revision, weights=False), trust_remote_code))
+    if method not in (None, METHOD):
+        raise MoepressError(
+            f"{source} is quantised with {method}, and gradients or decomposition need it whole and unpacked: use "
+            "another method, or give the checkpoint in its original precision"
+        )
 
 
 def _device(name: str | torch.device) -> torch.device:
@@ -108,16 +135,15 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a plain or compact model in its own class. Nothing may be missing: no weight is ever random.
 
-    `paged`: its weights stay in the files until they are needed, see `paging.py`.
+    `paged`: its weights stay in the files until they are needed, see `paging.py`. A quantised model is unpacked.
     """
     folder = local_folder(source, revision)
     header = check_checkpoint(folder)
     config = load_config(folder, trust_remote_code)
-    method = quantization_method(config)
-    if method not in (None, METHOD):
-        raise MoepressError(f"{source} is quantised with {method}: give the checkpoint in its original precision")
-    if paged and method == METHOD:
+    if paged and quantization_method(config) == METHOD:
         raise MoepressError(COMPACT_ALREADY)
+    files = open_files(header, config, source)
+    by_ourselves = paged or isinstance(files, QuantisedFiles)
     loader = model_class(config)
     options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
     if device is not None:
@@ -125,7 +151,7 @@ def load_model(
     if trust_remote_code:
         options["trust_remote_code"] = True
     try:
-        with quiet(verbose), weights_stay_in_files(TensorFiles(header)) if paged else nullcontext():
+        with quiet(verbose), weights_stay_in_files(files) if by_ourselves else nullcontext():
             model, info = loader.from_pretrained(folder, config=config, **options)
     except (MoepressError, MemoryError, KeyboardInterrupt, torch.OutOfMemoryError):
         raise
@@ -133,10 +159,15 @@ def load_model(
         raise MoepressError(f"{source} cannot be loaded: {first_line(error)}") from error
     if missing := sorted(info["missing_keys"]):
         raise MoepressError(f"{source} is incomplete: {missing[0]} is missing ({len(missing)} tensors in all)")
-    if paged:
+    if by_ourselves:
         weights = Weights.of(model)
         assert isinstance(weights, PagedWeights)
         weights.settle()
+        files.check({name for part in weights.parts for name in part.names()})
+        if not paged:
+            weights.load([name for part in weights.parts for name in part.targets])
+            del model.__dict__[MARK]
+            files.close()
     for reason in repair(model):
         warnings.warn(reason, stacklevel=2)
     return model
@@ -174,6 +205,30 @@ def model_class(config: PreTrainedConfig) -> Any:
 
 
 def quantization_method(config: PreTrainedConfig) -> str | None:
-    quantization = getattr(config, "quantization_config", None) or {}
+    quantization = quantization_of(config)
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
     return getattr(method, "value", method)
+
+
+def quantization_of(config: PreTrainedConfig) -> Any:
+    """What a config says about it, in the place that transformers reads or in that of the text model."""
+    return next((found for _, holder in _holders(config) if (found := _said(holder))), {})
+
+
+def take_quantization(config: PreTrainedConfig) -> dict[str, Any]:
+    """Take it out of a config; as config.json has it, in its place there."""
+    found: dict[str, Any] = {}
+    for place, holder in _holders(config):
+        if said := _said(holder):
+            found |= {place: {"quantization_config": said}} if place else {"quantization_config": said}
+            del holder.quantization_config
+    return found
+
+
+def _holders(config: PreTrainedConfig) -> list[tuple[str, Any]]:
+    text = getattr(config, "text_config", None)
+    return [("", config)] if text is None else [("", config), ("text_config", text)]
+
+
+def _said(holder: Any) -> Any:
+    return getattr(holder, "quantization_config", None)

@@ -62,6 +62,7 @@ class PagedWeights(Weights):
         self.load_config = load_config
         self.files = files
         self.parts = parts
+        self.quantised = files.description
         self._device = device
         self._part = {target: part for part in parts for target in part.targets}
         self._wide: torch.dtype | None = None
@@ -240,6 +241,18 @@ class PagedWeights(Weights):
         empty = (self._empty[name] for name in names)
         return sum(t.numel() * (wide if wide and t.dtype in NARROW else t.dtype).itemsize for t in empty)
 
+    def spared(self, within: str = "") -> int:
+        """Also of layers that have been given another shape: what is stored of a tensor grows with its size."""
+        size = {name: tensor.numel() for name, tensor in named_tensors(self.model)}
+        spared = 0
+        for part in self.parts:
+            if targets := [name for name in part.targets if name.startswith(within)]:
+                now = sum(size.get(name, 0) for name in targets)
+                before = max(sum(self.stored(name).numel() for name in part.targets), 1)
+                stored = sum(self.files.raw.size(n) for name in part.names() for n in self.files.stored(name).values())
+                spared += (self.bytes_of(part.targets, None) - stored) * now // before
+        return spared
+
     def around(self, layers: list[MoELayer], wide: torch.dtype | None) -> int:
         """What is in memory beside one block during a walk, at the most."""
         units, resident = self._divided(tuple(f"{layer.name}." for layer in layers))
@@ -291,19 +304,10 @@ class PagedWeights(Weights):
                 out = torch.empty(stored[part.first].shape, dtype=wide[part.first], device=self._device)
             if (places := part.places(out, lambda name: self.files.header[name]["shape"])) is not None:
                 for name, place in places:
-                    self._fill(name, place, stored[part.first].dtype)
+                    self.files.copy_to(name, place, stored[part.first].dtype)
                 return {part.first: out}
         made = part.convert(self.model, lambda name: self.files.read(name).to(stored[part.targets[0]].dtype))
         return {name: tensor.to(self._device, wide[name]) for name, tensor in made.items()}
-
-    def _fill(self, name: str, place: Tensor, stored: torch.dtype) -> None:
-        """Read straight to where it belongs, or through a buffer where the type or the device is another."""
-        held = self.files.dtype(name)
-        if held == stored == place.dtype and place.device.type == "cpu":
-            self.files.read_into(name, place)
-        else:
-            for start, piece in self.files.pieces(name):
-                place.view(-1)[start : start + piece.numel()].copy_(piece.to(stored))
 
     def _get(self, name: str) -> Tensor:
         owner, leaf = self._owner(name)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moepress.errors import MoepressError
 from moepress.models.find import find_layers, scan
 from moepress.models.layer import CompactSpec, ExpertBank, Factors, MoELayer
+from moepress.models.weights import Weights
 
 MAP_BYTES = 8
 """An expert_map holds one int64 for each original expert."""
@@ -62,15 +63,16 @@ def sizes_of(model: nn.Module) -> Sizes:
     layers that moepress does not understand are counted too."""
     tensors = _once(model.state_dict(keep_vars=True).values())
     parameters = sum(t.numel() for t in tensors if isinstance(t, nn.Parameter))
-    bytes_ = sum(t.nbytes for t in tensors)
+    weights = Weights.of(model)
+    bytes_ = sum(t.nbytes for t in tensors) - weights.spared()
     experts, expert_bytes_ = 0, 0
-    for _, block, adapter, refusal in scan(model):
+    for name, block, adapter, refusal in scan(model):
         if adapter is not None and refusal is None:
             stored = adapter.expert_tensors(block)
         else:
             stored = _once(block.experts.parameters()) if isinstance(block.experts, nn.Module) else []
         experts += sum(t.numel() for t in stored if t.is_floating_point())
-        expert_bytes_ += sum(t.nbytes for t in stored)
+        expert_bytes_ += sum(t.nbytes for t in stored) - weights.spared(f"{name}.experts.")
     return Sizes(experts, expert_bytes_, parameters - experts, bytes_ - expert_bytes_)
 
 
@@ -80,8 +82,8 @@ def _once(tensors: Iterable[object]) -> list[Tensor]:
 
 def expert_bytes(layer: MoELayer) -> int:
     """The bytes of one stored expert of this layer."""
-    bank = layer.bank
-    return sum(tensor.nbytes for tensor in bank.tensors().values()) // bank.num_experts
+    bank, spared = layer.bank, layer.weights.spared(f"{layer.name}.experts.")
+    return (sum(tensor.nbytes for tensor in bank.tensors().values()) - spared) // bank.num_experts
 
 
 def predicted_sizes(model: nn.Module, specs: Mapping[str, CompactSpec]) -> Sizes:
@@ -130,7 +132,8 @@ def _change(layer: MoELayer, spec: CompactSpec) -> Sizes:
     rows = {name: tensor for name, tensor in tensors.items() if name in state}
     trained = [tensor for name, tensor in rows.items() if isinstance(state[name], nn.Parameter)]
     per_parameter = sum(tensor[0].numel() for tensor in trained)
-    per_byte = sum(tensor[0].nbytes for tensor in rows.values())
+    spared = sum(layer.weights.spared(f"{layer.name}.{name}") // len(tensor) for name, tensor in rows.items())
+    per_byte = sum(tensor[0].nbytes for tensor in rows.values()) - spared
     return Sizes(parameters, bytes_, per_parameter * gone, per_byte * gone)
 
 

@@ -31,6 +31,9 @@ class Weights:
     shelf: Shelf = Shelf()
     """Where activations wait."""
 
+    quantised = ""
+    """How they are stored, where the files hold them in another form than the model computes with."""
+
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
@@ -42,6 +45,10 @@ class Weights:
     def device(self) -> torch.device:
         """Where forward passes take place."""
         return next(self.model.parameters()).device
+
+    def spared(self, within: str = "") -> int:
+        """How many bytes less the files hold than the model's tensors whose names begin so."""
+        return 0
 
     def widened(self, dtype: torch.dtype | None) -> AbstractContextManager[None]:
         """Inside, 16-bit weights are of this type; None leaves them."""

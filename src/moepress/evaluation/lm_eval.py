@@ -1,4 +1,7 @@
-"""A bridge to EleutherAI's lm-evaluation-harness, which has the usual benchmarks."""
+"""A bridge to EleutherAI's lm-evaluation-harness, which has the usual benchmarks.
+
+`python -m moepress.evaluation.lm_eval …` is the harness's own command, which then also loads compact checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from moepress.errors import MoepressError
+
+MISSING = "this needs the evaluation harness: pip install 'lm_eval[hf]'"
 
 
 def lm_eval_model(
@@ -20,7 +25,7 @@ def lm_eval_model(
     try:
         from lm_eval.models.huggingface import HFLM
     except ImportError:
-        raise MoepressError("this needs the evaluation harness: pip install 'lm_eval[hf]'") from None
+        raise MoepressError(MISSING) from None
     if isinstance(path_or_model, PreTrainedModel):
         model = path_or_model
         if tokenizer is None:
@@ -31,3 +36,15 @@ def lm_eval_model(
         model = load_model(path_or_model)
         tokenizer = load_tokenizer(path_or_model) if tokenizer is None else tokenizer
     return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, **options)
+
+
+def main() -> None:
+    try:
+        from lm_eval.__main__ import cli_evaluate
+    except ImportError:
+        raise SystemExit(f"moepress: {MISSING}") from None
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

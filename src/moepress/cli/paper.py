@@ -37,7 +37,7 @@ def sizes(
     if as_json:
         print_json([row.to_dict() for row in rows])
         return
-    columns = ["method", "stored", "paper: not zero", "S whole", "bytes", "TFLOPs", "paper: TFLOPs"]
+    columns = ["method", "stored", "paper: not zero", "S whole", "bytes", "TFLOPs", "paper: TFLOPs", "at tokens"]
     names = list(dict.fromkeys(row.model for row in rows))
     for name in names:
         cells = [
@@ -49,6 +49,7 @@ def sizes(
                 human_size(row.bytes),
                 f"{row.tflops:.2f}",
                 f"{row.paper_tflops:.2f}",
+                f"{row.paper_tokens:.0f}" if row.paper_tokens is not None else "",
             ]
             for row in rows
             if row.model == name

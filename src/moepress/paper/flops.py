@@ -9,20 +9,24 @@ from typing import Any
 from torch import nn
 
 from moepress.checkpoint.sizes import factored_parameters
-from moepress.models.find import find_layers
 from moepress.models.layer import CompactSpec, MoELayer
-from moepress.paper.models import Batch
+from moepress.paper.models import Batch, layers_of
 
 ATTENTION = {"q": ("k", "v"), "q_proj": ("k_proj", "v_proj")}
 """How attention modules call their maps: the queries' and those of the keys and values."""
 
 
 def forward_flops(
-    model: Any, batch: Batch, specs: Mapping[str, CompactSpec] | None = None, *, served: float = 1.0
+    model: Any,
+    batch: Batch,
+    specs: Mapping[str, CompactSpec] | None = None,
+    *,
+    served: float = 1.0,
+    layers: list[MoELayer] | None = None,
 ) -> float:
     """Of one pass over a plain model whose experts were compressed to these shapes. `served` is the share of the
-    router's choices that found their expert with room for them."""
-    layers = find_layers(model)
+    router's choices that found their expert with room for them; `layers` are the model's, where they are known."""
+    layers = layers_of(model) if layers is None else layers
     inside = tuple(f"{layer.name}.experts." for layer in layers)
     other = sum(
         2 * module.weight.numel() * _tokens(model, name, batch)
@@ -33,7 +37,7 @@ def forward_flops(
         _tokens(model, layer.name, batch) * layer.router.top_k * 2 * _met(layer, (specs or {}).get(layer.name))
         for layer in layers
     )
-    return other + _attention(model, batch) + served * sum(calls)
+    return other + attention_flops(model, batch) + served * sum(calls)
 
 
 def _met(layer: MoELayer, spec: CompactSpec | None) -> float:
@@ -45,7 +49,7 @@ def _met(layer: MoELayer, spec: CompactSpec | None) -> float:
     return factored_parameters(bank, spec.factors, spec.physical) / spec.physical - biases / bank.num_experts
 
 
-def _attention(model: nn.Module, batch: Batch) -> float:
+def attention_flops(model: nn.Module, batch: Batch) -> float:
     """Scores and the sums that they weight, for all queries and all keys, masked or not."""
     total = 0
     for name, module in model.named_modules():

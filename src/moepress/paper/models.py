@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from moepress.decompose.importance import Importance
 from moepress.decompose.options import Decomposition
+from moepress.models.find import find_layers, scan
 from moepress.models.layer import CompactSpec, MoELayer
 
 RANK, RATIO = 32, 0.1
@@ -28,17 +30,36 @@ class Batch:
 
 SQUAD = Batch(64, 329, 13)
 """The first 64 training samples of SQuAD, as T5's tokenizer pads them: the batch of the paper's FLOPs."""
+WHOLE_TEXT = Batch(64, 329)
+"""The same for a decoder. How many tokens GPT-2's tokenizer makes of them the paper does not say."""
 
 
 @dataclass(frozen=True)
 class PaperModel:
     build: Callable[[], nn.Module]
-    experts: int
-    """Kept in each merged layer, on average."""
-    skipped: int
-    """Layers at the front that stay whole."""
     printed: dict[str, tuple[str, float]]
     """The paper's figures: parameters that are not zero, as printed, and TFLOPs."""
+    experts: int = 0
+    """Kept in each merged layer, on average; 0: a dense model."""
+    skipped: int = 0
+    """Layers at the front that stay whole."""
+    batch: Batch = SQUAD
+    dense: str = ""
+    """The dense model that it is compared with."""
+
+
+def t5_base() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(T5Config(d_model=768, d_ff=3072, d_kv=64, num_heads=12, num_layers=12))
+
+
+def fairseq(sparse_step: int) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    from moepress.fairseq.configuration import FairseqMoeConfig
+
+    return AutoModelForCausalLM.from_config(FairseqMoeConfig(sparse_step=sparse_step))
 
 
 def switch_base(experts: int = 32) -> nn.Module:
@@ -52,6 +73,7 @@ def switch_base(experts: int = 32) -> nn.Module:
 
 
 MODELS: dict[str, PaperModel] = {
+    "t5-base": PaperModel(t5_base, {"full": ("220M", 4.65)}),
     "switch-base-32": PaperModel(
         switch_base,
         experts=8,
@@ -62,6 +84,15 @@ MODELS: dict[str, PaperModel] = {
             "c-smoe": ("570M", 3.83),
             "mc-smoe": ("381M", 3.83),
         },
+        dense="t5-base",
+    ),
+    "fairseq-dense-125m": PaperModel(partial(fairseq, 0), {"full": ("125M", 5.08)}, batch=WHOLE_TEXT),
+    "fairseq-moe-15b": PaperModel(
+        partial(fairseq, 2),
+        experts=16,
+        printed={"full": ("15B", 5.08), "m-smoe": ("552M", 5.08), "mc-smoe": ("166M", 4.45)},
+        batch=WHOLE_TEXT,
+        dense="fairseq-dense-125m",
     ),
 }
 
@@ -87,3 +118,8 @@ def _spec(layer: MoELayer, model: PaperModel, merge: bool, decompose: bool) -> C
         return CompactSpec(experts, physical, form)
     options = Decomposition(RANK, RATIO, whiten=False, along="columns", importance=Importance())
     return CompactSpec(experts, physical, form, factors=options.expected(layer.bank, physical))
+
+
+def layers_of(model: Any) -> list[MoELayer]:
+    """None in a dense model."""
+    return find_layers(model) if any(True for _ in scan(model)) else []

@@ -8,6 +8,19 @@ import typer
 
 from moepress.cli.compress import given_options, parse_int
 from moepress.cli.output import Json, print_json, print_table, quiet_if
+from moepress.cli.training_options import (
+    Accumulate,
+    Checkpointing,
+    Device,
+    Length,
+    MixedPrecision,
+    Overwrite,
+    Patience,
+    Resume,
+    SaveEvery,
+    Seed,
+    Train,
+)
 from moepress.errors import MoepressError
 
 
@@ -25,21 +38,19 @@ def finetune(
         str | None, typer.Option(help="Rounds through the examples; several, as for --lr. [default: 3]")
     ] = None,
     search: Annotated[bool, typer.Option(help="Try the paper's grid of everything that is not given.")] = False,
-    train: Annotated[
-        str | None, typer.Option(help="all, all-but-router, moe, experts or router. [default: all]")
-    ] = None,
+    train: Train = None,
     samples: Annotated[str, typer.Option(help="How many examples, or `all`.")] = "all",
-    length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 512,
-    accumulate: Annotated[int | None, typer.Option(help="Parts of a step, to need less memory. [default: 1]")] = None,
+    length: Length = 512,
+    accumulate: Accumulate = None,
     evaluate_every: Annotated[int | None, typer.Option(help="Steps between looks at validation. [default: 25]")] = None,
-    patience: Annotated[int | None, typer.Option(help="Looks without improvement before the end. [default: 8]")] = None,
-    checkpointing: Annotated[bool, typer.Option(help="Compute activations twice instead of keeping them.")] = False,
-    mixed_precision: Annotated[str | None, typer.Option(help="no, bf16 or fp16. [default: accelerate's]")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of everything random. [default: 0]")] = None,
-    save_every: Annotated[int | None, typer.Option(help="Steps between saved states. [default: 50]")] = None,
-    resume: Annotated[bool, typer.Option(help="Go on with a run that was killed.")] = False,
-    overwrite: Annotated[bool, typer.Option(help="Replace an output folder that exists.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, or what accelerate finds.")] = None,
+    patience: Patience = None,
+    checkpointing: Checkpointing = False,
+    mixed_precision: MixedPrecision = None,
+    seed: Seed = None,
+    save_every: SaveEvery = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    device: Device = None,
     as_json: Json = False,
 ) -> None:
     """Fine-tune a pretrained model on a labelled task. A compressed one can learn from it."""

@@ -7,6 +7,19 @@ import typer
 
 from moepress.cli.compress import given_options, parse_int
 from moepress.cli.output import Json, print_json, print_table, quiet_if
+from moepress.cli.training_options import (
+    Accumulate,
+    Checkpointing,
+    Device,
+    Length,
+    MixedPrecision,
+    Overwrite,
+    Patience,
+    Resume,
+    SaveEvery,
+    Seed,
+    Train,
+)
 
 
 def recover(
@@ -22,33 +35,31 @@ def recover(
     epochs: Annotated[float | None, typer.Option(help="Instead of --steps: rounds through the samples.")] = None,
     lr: Annotated[float | None, typer.Option(help="Highest learning rate. [default: 3e-4]")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples of a step, in all. [default: 16]")] = None,
-    accumulate: Annotated[int | None, typer.Option(help="Parts of a step, to need less memory. [default: 1]")] = None,
-    train: Annotated[
-        str | None, typer.Option(help="all, all-but-router, moe, experts or router. [default: all]")
-    ] = None,
+    accumulate: Accumulate = None,
+    train: Train = None,
     alpha: Annotated[float | None, typer.Option(help="Weight of the KL beside the labels. [default: 0.2]")] = None,
     temperature: Annotated[float | None, typer.Option(help="Of the KL. [default: 2 with labels, 1 without]")] = None,
     samples: Annotated[str, typer.Option(help="How many, or `all`.")] = "all",
-    length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 512,
+    length: Length = 512,
     hold_out: Annotated[
         float | None, typer.Option(help="Share of the text to judge by; 0: take the last weights. [default: 0.1]")
     ] = None,
     evaluate_every: Annotated[int | None, typer.Option(help="Steps between looks at it. [default: 25]")] = None,
-    patience: Annotated[int | None, typer.Option(help="Looks without improvement before the end. [default: 8]")] = None,
+    patience: Patience = None,
     cache: Annotated[
         str | None, typer.Option(help="Keep the teacher's outputs on disk: none, full, or so many of the likeliest.")
     ] = None,
-    checkpointing: Annotated[bool, typer.Option(help="Compute activations twice instead of keeping them.")] = False,
-    mixed_precision: Annotated[str | None, typer.Option(help="no, bf16 or fp16. [default: accelerate's]")] = None,
+    checkpointing: Checkpointing = False,
+    mixed_precision: MixedPrecision = None,
     tracker: Annotated[
         list[str] | None, typer.Option(help="tensorboard, wandb, …; more than one may be given.")
     ] = None,
     log_dir: Annotated[str | None, typer.Option(help="Folder of trackers that write files.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of everything random. [default: 0]")] = None,
-    save_every: Annotated[int | None, typer.Option(help="Steps between saved states. [default: 50]")] = None,
-    resume: Annotated[bool, typer.Option(help="Go on with a run that was killed.")] = False,
-    overwrite: Annotated[bool, typer.Option(help="Replace an output folder that exists.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, or what accelerate finds.")] = None,
+    seed: Seed = None,
+    save_every: SaveEvery = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    device: Device = None,
     as_json: Json = False,
 ) -> None:
     """Train a compressed model to answer like the one it was made of. `accelerate launch` takes this command, too."""

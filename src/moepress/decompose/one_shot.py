@@ -5,9 +5,6 @@ Shape suffixes: B rows, L places, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,8 +13,9 @@ from moepress.data.batches import NO_LABEL, next_token_labels
 from moepress.decompose.importance import Importance, factored_matrices, strongest_slices
 from moepress.errors import MoepressError
 from moepress.models.implementation import quickest_experts
+from moepress.models.parameters import only_training
 from moepress.models.visit import CalibrationBatch
-from moepress.models.walk import evaluating, without_cache
+from moepress.models.walk import without_cache
 from moepress.progress import track
 
 
@@ -28,7 +26,8 @@ def one_shot(
     matrices = factored_matrices(model)
     scores: dict[str, Tensor] = {}
     device = next(model.parameters()).device
-    with evaluating(model), without_cache(model), quickest_experts(model, device), only_gradients_of_s(model):
+    packed = [matrix.packed_Px for matrix in matrices.values()]
+    with only_training(model, packed), without_cache(model), quickest_experts(model, device):
         for step, batch in enumerate(track(batches, "gradients"), start=1):
             inputs = {name: tensor.to(device) for name, tensor in batch.inputs.items() if name != "labels"}
             with torch.enable_grad():
@@ -43,17 +42,3 @@ def one_shot(
                 matrix.packed_Px.grad = None
     lengths = {name: matrix.packed_Px.shape[1] for name, matrix in matrices.items()}
     return strongest_slices(scores, lengths, share)
-
-
-@contextmanager
-def only_gradients_of_s(model: nn.Module) -> Iterator[None]:
-    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    wanted = {id(matrix.packed_Px) for matrix in factored_matrices(model).values()}
-    for parameter, _ in before:
-        parameter.requires_grad_(id(parameter) in wanted)
-    try:
-        yield
-    finally:
-        for parameter, required in before:
-            parameter.grad = None
-            parameter.requires_grad_(required)

@@ -39,12 +39,12 @@ def gradient_bank(layer: MoELayer, parameters: list[nn.Parameter]) -> ExpertBank
 
 @contextmanager
 def only_training(model: nn.Module, chosen: list[nn.Parameter]) -> Iterator[None]:
-    """Gradients for the chosen parameters and no others; afterwards as it was."""
+    """Gradients for the chosen parameters and no others, no dropout, no router noise; afterwards as it was."""
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     training, wanted = model.training, {id(parameter) for parameter in chosen}
     for parameter, _ in before:
         parameter.requires_grad_(id(parameter) in wanted)
-    # No dropout and no router jitter: the student is compared with a teacher that has none.
+    # A student is compared with a teacher that has no dropout and no router noise either.
     model.eval()
     try:
         yield

@@ -20,6 +20,9 @@ def inspect(
     if as_json:
         print_json(seen.to_dict())
         return
+    if not seen.layers:
+        typer.echo(f"{model}: {seen.architecture}, {seen.note()}")
+        return
     columns = ["layer", "experts", "top-k", "hidden units", "parameters", "router"]
     rows = [
         [

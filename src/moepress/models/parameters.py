@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moepress.errors import UnsupportedModel
 from moepress.models.layer import ExpertBank, MoELayer
@@ -38,7 +38,7 @@ def gradient_bank(layer: MoELayer, parameters: list[nn.Parameter]) -> ExpertBank
 
 
 @contextmanager
-def only_training(model: nn.Module, chosen: list[nn.Parameter]) -> Iterator[None]:
+def only_training(model: nn.Module, chosen: Iterable[Tensor]) -> Iterator[None]:
     """Gradients for the chosen parameters and no others, no dropout, no router noise; afterwards as it was."""
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     training, wanted = model.training, {id(parameter) for parameter in chosen}

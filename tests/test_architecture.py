@@ -19,7 +19,8 @@ errors
 registry
 progress
 hook
-memory
+memory exact watch
+team
 models runtime
 fairseq
 tasks

@@ -6,6 +6,7 @@ import copy
 import itertools
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from scipy.cluster.hierarchy import cut_tree, linkage
 from scipy.spatial.distance import pdist
 
 from moepress.errors import MoepressError
+from moepress.exact import rounder
 from moepress.merge import MERGES
 from moepress.methods import METHODS
 from moepress.models.find import find_layers
@@ -24,8 +26,9 @@ from moepress.plan import Group, LayerPlan
 from moepress.rebuild import rebuild
 from moepress.recipe import make_recipe
 from moepress.refit import REFITS
-from moepress.refit.least_squares import Piece, _ridge, _solve_in_turn, _solve_together
+from moepress.refit.least_squares import Piece, Sizes, _ridge, _solve_in_turn, _solve_together
 from moepress.refit.router import ROUTER_REFITS as REFITS_OF_ROUTERS
+from moepress.team import ALONE
 
 from . import zoo
 from .test_observe import calibration
@@ -380,14 +383,17 @@ def test_a_router_that_is_no_linear_map_is_refused_before_calibration():
 def test_few_tokens_and_many_are_solved_alike(tokens):
     generator = torch.Generator().manual_seed(tokens)
     units, width, batches = 12, 7, 2
-    made = [
-        (torch.randperm(50, generator=generator)[:tokens], torch.randn(tokens, units, generator=generator))
-        for _ in range(batches)
-    ]
-    left = [torch.randn(50, width, generator=generator) for _ in made]
-    change_DF = _ridge(made, left, 0.3)
-    p = torch.cat([units_nF for _, units_nF in made]).double()
-    r = torch.cat([missing[token] for (token, _), missing in zip(made, left, strict=True)]).double()
+    made = {
+        i: (torch.randperm(50, generator=generator)[:tokens], torch.randn(tokens, units, generator=generator))
+        for i in range(batches)
+    }
+    left = {i: torch.randn(50, width, generator=generator) for i in made}
+    layer = SimpleNamespace(bank=SimpleNamespace(down_EDF=torch.zeros(1, width, units)))
+    visit = SimpleNamespace(layer=layer, team=ALONE, each=lambda work: map(work, made))
+    sizes = Sizes(0.0, rounder(1e4), rounder(1e4), [batches * tokens])
+    change_DF = _ridge(visit, 0, made, left, sizes, 0.3)
+    p = torch.cat([units_nF for _, units_nF in made.values()]).double()
+    r = torch.cat([left[i][token] for i, (token, _) in made.items()]).double()
     expected = torch.linalg.solve(p.T @ p + 0.3 * torch.eye(units, dtype=torch.float64), p.T @ r).T
     # products of the units are taken in float32
     assert torch.allclose(change_DF, expected, atol=1e-4)
@@ -406,8 +412,9 @@ def test_solving_in_turn_approaches_solving_together(merged):
             expert_map = visit.layer.adapter.expert_map(visit.layer.block)
             batch = replace(batch, routing=batch.routing.redirected(expert_map))
         pieces.append(Piece(batch, missing, torch.ones(len(missing))))
-    together = _solve_together(visit.layer.bank, pieces, 0.1)
-    apart = _solve_in_turn(visit.layer.bank, pieces, 0.1, rounds=60)
+    by_number = dict(enumerate(pieces))
+    together = _solve_together(visit, by_number, 0.1)
+    apart = _solve_in_turn(visit, by_number, 0.1, rounds=60)
     assert torch.allclose(together, apart.double(), atol=0.02 * float(together.abs().max()))
 
 

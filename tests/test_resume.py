@@ -23,8 +23,8 @@ from moepress.errors import MoepressError
 from .squeeze import build, silent  # noqa: F401
 from .test_streaming import windows
 
-REPORTS = ("moepress/report.", "moepress/figures/time.")
-"""How long it took is not the same twice."""
+REPORTS = ("moepress/report.", "moepress/figures/time.", "README.md")
+"""How long it took is not the same twice; and the model card has the folder's name."""
 METHODS: dict[str, dict[str, Any]] = {
     "m-smoe": {"method": "m-smoe"},
     "refit": {"method": "prune-refit"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -14,11 +15,12 @@ from transformers import PreTrainedModel
 
 from moepress import __version__
 from moepress.budget import need, within
+from moepress.checkpoint.asked import what_decides
 from moepress.checkpoint.compact import compact_specs, save_compact
 from moepress.checkpoint.companions import copy_companions
 from moepress.checkpoint.folder import job_folder, output_folder
 from moepress.checkpoint.hub import hub_name
-from moepress.checkpoint.job import Job, fingerprint
+from moepress.checkpoint.job import Job
 from moepress.checkpoint.load import (
     COMPACT_ALREADY,
     load_model,
@@ -29,13 +31,23 @@ from moepress.checkpoint.load import (
     refuse_quantised,
 )
 from moepress.checkpoint.paging import PagedWeights
+from moepress.checkpoint.shared import job_of
 from moepress.checkpoint.sizes import Sizes, sizes_of
 from moepress.checkpoint.vanilla import save_vanilla
 from moepress.command import compress_command
 from moepress.data.batches import calibration_batches, fingerprint_of
 from moepress.decompose.stable_rank import mean_ranks
 from moepress.errors import MoepressError
-from moepress.fit import bytes_from, check_fit, check_smaller, needs_text, needs_whole, shard_bytes
+from moepress.fit import (
+    bytes_from,
+    check_fit,
+    check_shared,
+    check_smaller,
+    check_whole,
+    needs_text,
+    needs_whole,
+    shard_bytes,
+)
 from moepress.models.find import find_layers
 from moepress.models.shelf import Spill
 from moepress.models.weights import Weights
@@ -45,6 +57,7 @@ from moepress.plan import Plan
 from moepress.recipe import Recipe, load_recipe, make_recipe
 from moepress.records import write_export, write_records
 from moepress.report import RECORDS, draw_report, records_beside
+from moepress.team import current, in_processes
 
 PLACE = {"--plan": "plan.json", "--statistics": "statistics"}
 """Where values that were given in memory are saved."""
@@ -105,6 +118,7 @@ class Compressed:
         }
 
 
+@in_processes
 def compress(
     model: str | os.PathLike[str] | PreTrainedModel,
     out: str | os.PathLike[str] | None = None,
@@ -131,15 +145,18 @@ def compress(
 
     A folder or Hub model that is written to `out` is never in memory as a whole, unless gradients are needed: its
     layers are read, worked on and written one after the other. If that is interrupted, the same call with `resume` goes
-    on where it was. `memory` ("8GB") is what it may take; what cannot do with that is refused before any work.
+    on where it was. `memory` ("8GB") is what it may take; what cannot do with that is refused before any work. Several
+    processes that torchrun has started share the work; the first of them writes the output.
     """
-    made = prepare_recipe(recipe, calibration, options)
+    made, team = prepare_recipe(recipe, calibration, options), current()
     saved_plan = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)
     saved_statistics = (
         statistics if isinstance(statistics, Statistics) or statistics is None else Statistics.load(statistics)
     )
     if not made.calibration.source and (needs_text(made) or not (saved_plan or saved_statistics or made.keeps_all)):
         raise MoepressError("calibration text is missing: give calibration=FILE, a Hub dataset or a task")
+    whole = isinstance(model, PreTrainedModel) or needs_whole(made, planner_of(made).needs)
+    check_shared(made, whole or out is None, team)
     if out is None:
         loaded, tokenizer, _ = open_source(model, tokenizer, device, trust_remote_code, revision)
         return _run(loaded, tokenizer, made, saved_statistics, saved_plan, written=False)
@@ -158,38 +175,31 @@ def compress(
         compress_command(made, name or "MODEL", os.fspath(out), more),
     )
     # Folders are made before anything is loaded, so that an output that cannot be written is refused at once.
-    if isinstance(model, PreTrainedModel) or needs_whole(made, planner_of(made).needs):
-        if memory is not None:
-            raise MoepressError(
-                "a model in memory takes what it takes: give the folder that it comes from"
-                if isinstance(model, PreTrainedModel)
-                else "gradients need the whole model in memory: leave memory out"
-            )
-        if resume:
-            raise MoepressError(
-                "a model in memory cannot be resumed: give the folder that it comes from"
-                if isinstance(model, PreTrainedModel)
-                else "gradients need the whole model in memory, and such a run cannot be resumed: leave resume out"
-            )
+    if isinstance(model, PreTrainedModel) or whole:
+        check_whole(isinstance(model, PreTrainedModel), memory is not None, resume)
         place = None if isinstance(model, PreTrainedModel) else model
         if place is not None:
             refuse_quantised(place, trust_remote_code, revision)
         with output_folder(out, overwrite=overwrite, source=place) as folder:
-            whole, tokenizer, source = open_source(model, tokenizer, device, trust_remote_code, revision)
-            result = _run(whole, tokenizer, made, saved_statistics, saved_plan)
+            loaded, tokenizer, source = open_source(model, tokenizer, device, trust_remote_code, revision)
+            result = _run(loaded, tokenizer, made, saved_statistics, saved_plan)
             with result.outcome.timed("write"), quiet():
                 save = save_vanilla if vanilla else save_compact
-                save(whole, result.outcome.specs, folder, source=source, max_shard_size=max_shard_size)
+                save(loaded, result.outcome.specs, folder, source=source, max_shard_size=max_shard_size)
             result.folder, (result.name, result.base_model, result.command) = Path(out), described
             inside = records if vanilla else folder / RECORDS
             write_records(result.outcome, result.report(), folder, inside, title=Path(out).name, source=source)
     else:
-        with job_folder(out, overwrite=overwrite, source=model, resume=resume) as folder:
-            home = local_folder(model, revision)
-            loaded, tokenizer, _ = open_source(home, tokenizer, device, trust_remote_code, None, paged=True)
-            job = Job(folder, loaded, vanilla, shard_bytes(max_shard_size))
-            job.same("job", what_decides(made, loaded, saved_statistics, saved_plan, max_shard_size))
+        writing = job_folder(out, overwrite=overwrite, source=model, resume=resume) if team.leads else nullcontext()
+        with writing as own:
+            home, at = local_folder(model, revision), team.device(device)
+            loaded, tokenizer, _ = open_source(home, tokenizer, at, trust_remote_code, None, paged=True)
+            job = job_of(team, own, loaded, vanilla, shard_bytes(max_shard_size))
+            job.same("job", what_decides(made.to_yaml(), loaded, saved_statistics, saved_plan, max_shard_size))
             result = _run(loaded, tokenizer, made, saved_statistics, saved_plan, job, bytes_from(memory))
+            if not team.leads:
+                result.folder = Path(out)
+                return result
             with result.outcome.timed("write"), quiet():
                 ready, entries = job.assemble(result.outcome.specs)
                 copy_companions(home, ready)
@@ -203,23 +213,6 @@ def compress(
         note = f"the report could not be drawn ({type(error).__name__}: {error}); all else is complete"
         result.outcome.notes.append(note)
     return result
-
-
-def what_decides(
-    recipe: Recipe, model: PreTrainedModel, statistics: Statistics | None, plan: Plan | None, shards: int | str
-) -> dict[str, Any]:
-    """All that decides what comes out of a run, so that an interrupted one goes on as it was begun."""
-    weights = Weights.of(model)
-    assert isinstance(weights, PagedWeights)
-    return {
-        "recipe": recipe.to_yaml(),
-        "model": fingerprint(weights.files),
-        "statistics": None if statistics is None else statistics.fingerprint(),
-        "plan": None if plan is None else plan.model_dump(mode="json"),
-        "max_shard_size": shards,
-        "device": weights.device.type,
-        "versions": {name: version(name) for name in ("torch", "transformers")} | {"moepress": __version__},
-    }
 
 
 def prepare_recipe(
@@ -268,7 +261,7 @@ def _run(
         raise MoepressError(COMPACT_ALREADY)
     if written and plan is None:
         check_smaller(recipe, model, find_layers(model))
-    before = sizes_of(model)
+    before, team = sizes_of(model), current()
 
     def batches():  # type: ignore[no-untyped-def]
         shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
@@ -281,12 +274,12 @@ def _run(
     if job is not None and memory is not None:
         layers = find_layers(model)
         check_fit(recipe, layers)
-        text = batches() if statistics is None or recipe.sequential or plan is None else None
+        text = team.own(batches()) if statistics is None or recipe.sequential or plan is None else None
         kept, spill = within(memory, recipe, need(recipe, layers, job.weights, text), layers)
         if spill:
             job.weights.shelf = Spill(job.folder / "spill")
             what = "calibration activations waited on disk, so that the memory was kept within what was given"
-    outcome = press(model, kept, batches, statistics=statistics, plan=plan, journal=job)
+    outcome = press(model, kept, batches, statistics=statistics, plan=plan, journal=job, team=team)
     outcome.recipe = recipe
     outcome.notes += [what] if what else []
     return Compressed(outcome, before, sizes_of(model))

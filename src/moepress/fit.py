@@ -17,6 +17,7 @@ from moepress.models.weights import Weights
 from moepress.observe import check_differentiable, from_gradients
 from moepress.recipe import Recipe
 from moepress.registry import did_you_mean
+from moepress.team import Team
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -91,6 +92,38 @@ def needs_gradients(recipe: Recipe, statistics: Iterable[str]) -> bool:
 def needs_whole(recipe: Recipe, statistics: Iterable[str]) -> bool:
     """Whether all layers must be in memory together."""
     return needs_gradients(recipe, statistics) or recipe.decomposition() is not None
+
+
+def check_whole(loaded: bool, budget: bool, resume: bool) -> None:
+    """What cannot be asked for where the whole model is in memory: `loaded`, or because of gradients."""
+    if budget:
+        raise MoepressError(
+            "a model in memory takes what it takes: give the folder that it comes from"
+            if loaded
+            else "gradients need the whole model in memory: leave memory out"
+        )
+    if resume:
+        raise MoepressError(
+            "a model in memory cannot be resumed: give the folder that it comes from"
+            if loaded
+            else "gradients need the whole model in memory, and such a run cannot be resumed: leave resume out"
+        )
+
+
+def check_shared(recipe: Recipe, in_memory: bool, team: Team) -> None:
+    """Can several processes do it together, with the same result as one?"""
+    if team.size == 1:
+        return
+    if in_memory:
+        raise MoepressError(
+            f"{team.size} processes share the work only where a folder or Hub model goes to a folder, layer by layer; "
+            "what needs the whole model in memory (gradients, decomposition) is done by one: start it without torchrun"
+        )
+    refit, router = recipe.component("refit.method"), recipe.component("refit.router")
+    tried = [s for s in (recipe.component("plan.saliency"), *recipe.rivals()) if s.needs_visit]
+    fitted = [r for r in (refit, router) if r.visits]
+    if alone := [part.name for part in (*tried, *fitted) if not part.shared]:
+        raise MoepressError(f"{alone[0]!r} does not know how to share its work among {team.size} processes: use one")
 
 
 def check_gradients(recipe: Recipe, statistics: Iterable[str], model: nn.Module, layers: list[MoELayer]) -> None:

@@ -61,4 +61,13 @@ class Journal:
         """Give a whole layer the shape and the weights with which it was finished."""
 
     def finish(self, layer: MoELayer, done: Finished) -> None:
-        """A layer has its final weights; whoever wants them on disk takes them now."""
+        """A layer has its final weights; whoever wants them on disk takes them now. Where several processes work
+        together, all have come to this layer."""
+
+    def finish_alone(self, layer: MoELayer, done: Finished) -> None:
+        """The same where each process works on layers of its own."""
+        self.finish(layer, done)
+
+    def together(self, layers: list[MoELayer], done: dict[str, Finished]) -> dict[str, Finished]:
+        """By name, the layers that this process has finished alone, and those of the others."""
+        return done

@@ -35,6 +35,7 @@ from moepress.progress import track
 from moepress.rebuild import align_to_first, evidence_of, fisher_of, rebuild, tokens_wanted
 from moepress.recipe import Recipe
 from moepress.refit import Refit
+from moepress.team import ALONE, Team
 from moepress.trial import Damage, Trial, attempt, split
 
 
@@ -105,11 +106,12 @@ def press(
     statistics: Statistics | None = None,
     plan: Plan | None = None,
     journal: Journal | None = None,
+    team: Team = ALONE,
 ) -> Outcome:
     """Compress a model in place. Saved statistics or an edited plan replace the stage that makes them.
 
     `batches` is called once everything that can be refused without text has been checked. `journal` is told of every
-    layer that is done, and knows those that an interrupted run has done.
+    layer that is done, and knows those that an interrupted run has done. `team`: the processes that work together.
     """
     journal = journal or Journal()
     layers = find_layers(model)
@@ -142,7 +144,7 @@ def press(
     note_ranks(decomposed, "before", outcome)
     if plan is None and statistics is None and not (recipe.sequential and planner.budget.one_count):
         with outcome.timed("observe"), weights.widened(calibration_dtype(recipe, weights.device)):
-            scores = observe(layers, batches, planner, skipped, outcome, journal)
+            scores = observe(layers, batches, planner, skipped, outcome, journal, team)
 
     with outcome.timed("plan"):
         counts = {} if plan else planner.counts(facts_of(layers, outcome.statistics, recipe), skipped, average, scores)
@@ -159,10 +161,10 @@ def press(
                 router.check(found)
                 refit, note = refit.suited(found)
                 outcome.notes += [note] if note else []
-            outcome.plan = rebuild_visited(layers, text, planner, counts, plan, refit, outcome, journal, stored)
+            outcome.plan = rebuild_visited(layers, text, planner, counts, plan, refit, outcome, journal, team, stored)
     else:
         with outcome.timed("merge"):
-            outcome.plan = rebuild_unseen(layers, planner, counts, plan, outcome, journal)
+            outcome.plan = rebuild_unseen(layers, planner, counts, plan, outcome, journal, team)
     note_ranks(decomposed, "after", outcome)
     if decomposition is not None:
         with outcome.timed("decompose"):
@@ -189,13 +191,14 @@ def observe(
     skipped: set[str],
     outcome: Outcome,
     journal: Journal,
+    team: Team,
 ) -> dict[str, torch.Tensor]:
     """Gather the statistics of all layers; returns the scores that can only be made while a layer is visited."""
     known = {layer.name: found for layer in layers if (found := journal.observed(layer)) is not None}
     if len(known) < len(layers):
         if from_gradients(planner.needs):
             outcome.statistics.gather_gradients(outcome.model, layers, batches(), planner.needs)
-        for visit in track(walk(outcome.model, batches(), layers=layers), "observe", len(layers)):
+        for visit in track(walk(outcome.model, batches(), layers=layers, team=team), "observe", len(layers)):
             layer = visit.layer
             if layer.name not in known:
                 outcome.statistics.gather(visit, planner.needs)
@@ -215,20 +218,21 @@ def rebuild_unseen(
     plan: Plan | None,
     outcome: Outcome,
     journal: Journal,
+    team: Team,
 ) -> Plan:
-    """Plan and rebuild one layer after the other, without their inputs."""
-    made: dict[str, LayerPlan] = {}
-    for layer in track(layers, "merge"):
-        done = journal.finished(layer)
-        if done is not None and done.spec is not None:
-            layer.adapter.reshape(layer.block, done.spec)
-        if done is None:
-            whole = counts.get(layer.name) == layer.num_experts
-            with nullcontext() if whole else layer.weights.at_hand(layer):
-                done = finish_unseen(layer, planner, counts, plan, outcome)
-                journal.finish(layer, done)
-        made[layer.name] = outcome.add(layer, done)
-    return Plan(layers=tuple(made[layer.name] for layer in layers))
+    """Plan and rebuild one layer after the other, without their inputs; each process has layers of its own."""
+    known = {layer.name: done for layer in layers if (done := journal.finished(layer)) is not None}
+    own: dict[str, Finished] = {}
+    for layer in track(team.turns([layer for layer in layers if layer.name not in known]), "merge"):
+        whole = counts.get(layer.name) == layer.num_experts
+        with nullcontext() if whole else layer.weights.at_hand(layer):
+            own[layer.name] = finish_unseen(layer, planner, counts, plan, outcome)
+            journal.finish_alone(layer, own[layer.name])
+    known |= journal.together(layers, own)
+    for layer in layers:
+        if layer.name not in own and (spec := known[layer.name].spec) is not None:
+            layer.adapter.reshape(layer.block, spec)
+    return Plan(layers=tuple(outcome.add(layer, known[layer.name]) for layer in layers))
 
 
 def finish_unseen(
@@ -268,6 +272,7 @@ def rebuild_visited(
     refit: Refit,
     outcome: Outcome,
     journal: Journal,
+    team: Team,
     stored: dict[str, dict[str, torch.dtype]],
 ) -> Plan:
     """Plan, rebuild and refit one layer after the other, each with the inputs that it has by then.
@@ -277,7 +282,9 @@ def rebuild_visited(
     """
     recipe = outcome.recipe
     made: dict[str, LayerPlan] = {}
-    walked = walk(outcome.model, batches, layers=layers, sequential=recipe.sequential, reference=refit.reference)
+    walked = walk(
+        outcome.model, batches, layers=layers, sequential=recipe.sequential, reference=refit.reference, team=team
+    )
     for visit in track(walked, "compress", len(layers)):
         layer = visit.layer
         if not recipe.sequential:

@@ -59,27 +59,28 @@ def attempt(
 ) -> Trial:
     """Rebuild a copy of the layer, refit it on some batches, judge it by others. One whose error is `hopeless` before
     anything is refitted is given up."""
-    whole = {i: visit.observe(i) for i in {*fit, *held}}
+    whole = {i: visit.observe(i) for i in {*fit, *held} if i in visit.here}
     block = bare_copy(visit.layer)
     trial = visit.beside(block, held)
     rebuild(trial.layer)
 
     def error() -> float:
         trial.changed()
-        total = 0.0
-        for i, (batch, output_TD) in zip(trial.numbers, trial.batches_with_output(), strict=True):
-            missing_TD = flat(whole[i][1], batch.keep_T) - output_TD
-            if i in visit.drift:
-                missing_TD = missing_TD + visit.drift[i]
-            error_T = missing_TD.float().square().sum(-1)
-            total += float((error_T * trial.token_weight(i, RELATIVE).to(error_T.device)).double().sum())
-        return total
+        return sum(trial.each(error_of))
+
+    def error_of(i: int) -> float:
+        batch, output = trial.observe(i)
+        missing_TD = flat(whole[i][1], batch.keep_T) - flat(output, batch.keep_T)
+        if i in visit.drift:
+            missing_TD = missing_TD + visit.drift[i]
+        error_T = missing_TD.float().square().sum(-1)
+        return float((error_T * trial.token_weight(i, RELATIVE).to(error_T.device)).double().sum())
 
     plain = error()
     if not refit.visits or plain > hopeless:
         return Trial(plain, plain)
     fitted = visit.beside(block, fit)
-    refit.fit(fitted, {i: flat(whole[i][1], whole[i][0].keep_T) for i in fit})
+    refit.fit(fitted, {i: flat(whole[i][1], whole[i][0].keep_T) for i in fitted.here})
     return Trial(plain, error())
 
 
@@ -90,16 +91,19 @@ class Damage:
     def __init__(self, visit: LayerVisit, batches: int = 4) -> None:
         self.visit = visit
         self.whole: dict[int, tuple[Tensor, Tensor]] = {}
-        for i in visit.spread(batches):
+        self.chosen = visit.spread(batches)
+        for i in (i for i in self.chosen if i in visit.here):
             batch, output = visit.observe(i)
             self.whole[i] = flat(output, batch.keep_T)[batch.keep_T].float(), batch.keep_T
 
     @torch.no_grad()
     def measure(self) -> float:
-        missed, total = 0.0, 0.0
-        for i, (whole_TD, keep_T) in self.whole.items():
-            missed += float((self.visit.output(i)[keep_T].float() - whole_TD).square().sum(dtype=torch.float64))
-            total += float(whole_TD.square().sum(dtype=torch.float64))
+        def sums(i: int) -> tuple[float, float]:
+            whole_TD, keep_T = self.whole[i]
+            missed_TD = self.visit.output(i)[keep_T].float() - whole_TD
+            return tuple(float(x_TD.square().sum(dtype=torch.float64)) for x_TD in (missed_TD, whole_TD))  # type: ignore[return-value]
+
+        missed, total = (sum(column) for column in zip(*self.visit.each(sums, self.chosen), strict=True))
         return missed / total if total else 0.0
 
 

@@ -28,6 +28,7 @@ from moepress.checkpoint.folder import INDEX, SINGLE, read_json
 from moepress.checkpoint.guard import NOTICE, compact_conversions
 from moepress.checkpoint.headers import read_headers
 from moepress.checkpoint.keeping import Keeper
+from moepress.checkpoint.load import quiet
 from moepress.checkpoint.manifest import checksum
 from moepress.checkpoint.mapping import Part
 from moepress.checkpoint.paging import PagedWeights
@@ -57,6 +58,8 @@ class Job(Journal):
         self.vanilla, self.shard_bytes = vanilla, shard_bytes
         self.parts, self.journal = folder / "parts", folder / "journal"
         self.notes: list[str] = []
+        self.entries: dict[str, dict[str, Any]] = {}
+        """Of finished layers, by name."""
         self._replaced: set[str] = set()
         self._rounded = 0
         self._files: dict[str, dict[str, Any]] = {}
@@ -110,7 +113,7 @@ class Job(Journal):
             path = self.parts / file["file"]
             if not path.is_file() or path.stat().st_size != file["size"] or checksum(path) != file["sha256"]:
                 raise MoepressError(f"{path} of the interrupted run is damaged: start anew with --overwrite")
-        self._take(layer, entry)
+        self.take(layer, entry)
         statistics = {}
         if entry["statistics"]:
             statistics = Statistics.load(sums_of(place)).layers[layer.name]
@@ -160,9 +163,11 @@ class Job(Journal):
             "rounded": rounded,
         }
         write_json(place, entry)
-        self._take(layer, entry)
+        self.take(layer, entry)
 
-    def _take(self, layer: MoELayer, entry: dict[str, Any]) -> None:
+    def take(self, layer: MoELayer, entry: dict[str, Any]) -> None:
+        """A layer is finished, and this is its entry in the journal."""
+        self.entries[layer.name] = entry
         self._replaced.update(entry["replaced"])
         self._files |= {file["file"]: file for file in entry["files"]}
         self._rounded += entry.get("rounded", 0)
@@ -225,13 +230,17 @@ class Job(Journal):
 
     def restore(self, layer: MoELayer, done: Finished) -> None:
         assert done.spec is not None
-        entry = read_json(self.journal / f"finished-{layer.index:05d}.json")
         layer.adapter.reshape(layer.block, done.spec)
-        self._read_back(entry["files"])
+        self.fill(layer)
+
+    def fill(self, layer: MoELayer) -> None:
+        """Give a layer that has its final shape the weights with which it was finished."""
+        self._read_back(self.entries[layer.name]["files"])
 
     def _read_back(self, entries: list[dict[str, Any]]) -> None:
         files = self.weights.files.beside(read_headers(self.parts / file["file"] for file in entries))
-        self.weights.replace(files)
+        with quiet():
+            self.weights.replace(files)
         files.close()
 
     # ---- the output ---------------------------------------------------------------------------------------------

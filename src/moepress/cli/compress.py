@@ -63,6 +63,7 @@ def compress(
     from moepress.estimate import estimate
     from moepress.publishing import check_access
     from moepress.publishing import push as upload
+    from moepress.watch import leads
 
     options = given_options(
         {
@@ -84,6 +85,8 @@ def compress(
     if private and push is None:
         raise MoepressError("--private is about --push: say where it is to be uploaded")
     with quiet_if(as_json):
+        if dry_run and not leads():
+            return
         if dry_run:
             made = api.prepare_recipe(recipe, calibration, options)
             predicted = estimate(model, made, trust_remote_code=trust_remote_code, revision=revision)
@@ -112,6 +115,8 @@ def compress(
             memory=memory,
             **options,
         )
+    if not leads():
+        return
     report = result.report() | {"folder": str(out)}
     if as_json:
         if push is not None:

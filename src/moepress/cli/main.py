@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import warnings
 from typing import Annotated
 
 import typer
@@ -26,6 +28,7 @@ from moepress.cli import (
     verify,
 )
 from moepress.errors import MoepressError
+from moepress.watch import leads
 
 # Before torch is imported: threads that wait give their core away. On a busy machine that is three times faster.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -71,10 +74,15 @@ def _how_on(command: list[str]) -> str:
 
 
 def main() -> None:
+    silent = sys.argv[1:2] == ["compress"] and not leads()  # the first of several processes speaks for all
+    if silent:
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")
     try:
         app()
     except MoepressError as error:
-        print(f"moepress: {error}", file=sys.stderr)
+        if not silent:
+            print(f"moepress: {error}", file=sys.stderr)
         sys.exit(2)
     except SystemExit as stop:
         if stop.code == INTERRUPTED:  # typer turns Ctrl-C into this and says nothing

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moepress.progress import show_progress
+from moepress.watch import leads
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
 
@@ -19,7 +20,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, an
 @contextmanager
 def quiet_if(as_json: bool) -> Iterator[None]:
     """Progress bars for people on a terminal; silence for programs."""
-    with show_progress(not as_json and Console(stderr=True).is_terminal):
+    with show_progress(not as_json and leads() and Console(stderr=True).is_terminal):
         yield
 
 

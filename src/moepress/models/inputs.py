@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moepress.models.layer import Activation, preactivations
 from moepress.models.visit import LayerVisit
+from moepress.team import Team
 
 LEAST = 256
 """Experts that serve fewer tokens than this are shown others of the layer beside them: fewer make no statistics."""
@@ -54,6 +55,16 @@ class _Reservoir:
         self.key_N = self.key_N[: self.size]
         self.x_ND = x_ND[order_N[: self.size].to(x_ND.device)]
 
+    def gather(self, team: Team, width: int, like: Tensor) -> None:
+        """The lowest of all processes together."""
+        if team.size == 1:
+            return
+        x_ND = like.new_zeros(0, width) if self.x_ND is None else self.x_ND
+        parts = team.gather((x_ND.cpu(), self.key_N))
+        self.x_ND, self.key_N = None, torch.zeros(0)
+        for part_ND, key_N in parts:
+            self.add(part_ND.to(like.device), key_N)
+
 
 def sample_inputs(visit: LayerVisit, groups: Sequence[Sequence[int]], tokens: int, seed: int = 0) -> list[ExpertInputs]:
     """For each group of experts at most `tokens` random inputs of its members, all domains alike.
@@ -62,17 +73,22 @@ def sample_inputs(visit: LayerVisit, groups: Sequence[Sequence[int]], tokens: in
     """
     generator = torch.Generator().manual_seed(seed * 100_003 + visit.layer.index)
     kept, spare = [_Reservoir(tokens) for _ in groups], _Reservoir(LEAST)
-    for i, batch in zip(visit.numbers, visit.batches(), strict=True):
+    for i in visit.numbers:
+        draw_T = torch.empty(visit.tokens(i), dtype=torch.float64).exponential_(generator=generator)
+        if i not in visit.here:
+            continue
+        batch = visit.observe(i)[0]
         routing = batch.kept()
-        weight_T = visit.token_weight(i, 0.0).cpu()[batch.keep_T.cpu()]
         # The lowest of exponential numbers with these rates: a draw without replacement, weighted.
-        key_T = torch.empty(len(weight_T), dtype=torch.float64).exponential_(generator=generator) / weight_T
+        key_T = draw_T / visit.token_weight(i, 0.0).cpu()[batch.keep_T.cpu()]
         spare.add(routing.hidden_TD, key_T)
         for reservoir, group in zip(kept, groups, strict=True):
             for e in group:
                 token_n, x_nD, _ = routing.calls(e)
                 reservoir.add(x_nD, key_T[token_n.cpu()])
-    activation = visit.layer.bank.activation
+    up_EFD, activation = visit.layer.bank.up_EFD, visit.layer.bank.activation
+    for reservoir in (spare, *kept):
+        reservoir.gather(visit.team, up_EFD.shape[2], up_EFD)
     return [ExpertInputs(_filled(reservoir, spare), activation) for reservoir in kept]
 
 

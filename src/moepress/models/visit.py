@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from moepress.errors import UnsupportedModel
 from moepress.models.layer import LayerBatch, MoELayer, Routing
 from moepress.models.shelf import Shelf
 from moepress.models.strength import experts_strength
+from moepress.team import ALONE, Team
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -38,7 +41,8 @@ class Stop:
 
 
 class LayerVisit:
-    """One layer and the batches that wait in front of it."""
+    """One layer and the batches that wait in front of it, in this process or, where several work together, in another:
+    `each` brings together what is made of them."""
 
     def __init__(
         self,
@@ -47,14 +51,24 @@ class LayerVisit:
         waiting: dict[int, Stop],
         batches: list[CalibrationBatch],
         shelf: Shelf | None = None,
+        numbers: list[int] | None = None,
+        team: Team = ALONE,
     ) -> None:
         self.layer = layer
+        self.team = team
+        self.numbers = list(waiting) if numbers is None else numbers
+        """Of all batches that wait here, in any process."""
+        share = team.share(len(batches))
+        self.here = [i for i in self.numbers if i in share]
+        """Those of this process, as `drift` and `stream_norm` name them."""
         self._forward = forward
         self._waiting = waiting
         self._batches = batches
         self.shelf = shelf or Shelf()
         """Where what there is one of for every batch is kept."""
         self.outputs: dict[int, Any] = {}
+        self.reference = False
+        """Whether the original model's stream is known."""
         self.drift: dict[int, Tensor] = {}
         """With `reference`: by batch, how far (T, D) the residual stream behind this layer, whole as it still is, lies
         from the original model's, in units of the block's output. What the block would have to add to make up for
@@ -65,23 +79,29 @@ class LayerVisit:
         self._seen: dict[int, tuple[LayerBatch, Any]] | None = None
 
     def __len__(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def numbers(self) -> list[int]:
-        """Of the batches that wait here, as `drift` and `stream_norm` name them."""
-        return list(self._waiting)
+        return len(self.numbers)
 
     @cached_property
     def strength(self) -> float:
-        """What the block multiplies its experts' output with."""
-        return experts_strength(self)
+        """What the block multiplies its experts' output with. All processes must ask for it together."""
+        return next(self.each(lambda i: experts_strength(self, i), self.numbers[:1]))
+
+    def each(self, work: Callable[[int], T], numbers: list[int] | None = None) -> Iterator[T]:
+        """What `work` makes of every batch (or of some of them), in their order, wherever they wait. All processes must
+        ask for it together, with the same batches; what is made travels between them."""
+        numbers = self.numbers if numbers is None else numbers
+        if self.team.size == 1:
+            yield from (work(i) for i in numbers)
+            return
+        made = self.team.gather({i: work(i) for i in numbers if i in self.here})
+        yield from (next(part[i] for part in made if i in part) for i in numbers)
 
     def beside(self, block: torch.nn.Module, numbers: list[int]) -> LayerVisit:
         """A visit of some of the batches to another block in this one's place."""
-        waiting = {i: self._waiting[i] for i in numbers}
-        visit = LayerVisit(replace(self.layer, block=block), present_forward(block), waiting, self._batches, self.shelf)
-        visit.drift, visit.stream_norm = self.drift, self.stream_norm
+        waiting = {i: self._waiting[i] for i in numbers if i in self.here}
+        layer = replace(self.layer, block=block)
+        visit = LayerVisit(layer, present_forward(block), waiting, self._batches, self.shelf, numbers, self.team)
+        visit.reference, visit.drift, visit.stream_norm = self.reference, self.drift, self.stream_norm
         if "strength" in self.__dict__:  # measured on the layer while it was whole
             visit.strength = self.strength
         visit.remember()
@@ -107,13 +127,13 @@ class LayerVisit:
         return visit
 
     def batches(self) -> Iterator[LayerBatch]:
-        """Run the layer on each waiting batch and show what its router decided. May be called more than once."""
-        for i in self._waiting:
+        """Run the layer on each batch of this process and show what its router decided. May be called again."""
+        for i in self.here:
             yield self.observe(i)[0]
 
     def batches_with_output(self) -> Iterator[tuple[LayerBatch, Tensor]]:
         """The same with the block's output (T, D), flattened like the tokens."""
-        for i in self._waiting:
+        for i in self.here:
             batch, output = self.observe(i)
             yield (
                 batch,
@@ -147,7 +167,7 @@ class LayerVisit:
         """(T,) what the squared error of each token counts: 0 on padding, 1 / ‖residual stream‖^(2·relative) where the
         stream is known, since the next norm divides by it; and all domains that wait here count the same."""
         keep_T = self._batches[i].keep[self.layer.stack].reshape(-1)
-        same = sum(self.tokens(j) for j in self._waiting if self.domain(j) == self.domain(i))
+        same = sum(self.tokens(j) for j in self.numbers if self.domain(j) == self.domain(i))
         weight_T = keep_T.float() / same
         norm_T = self.stream_norm.get(i)
         if norm_T is None or norm_T.numel() != keep_T.numel():  # unknown, or of several streams side by side

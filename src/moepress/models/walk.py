@@ -9,7 +9,7 @@ rewritten: masks, positions, relative biases, caches and encoder outputs are sim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from moepress.models.shelf import Shelf
 from moepress.models.taps import before_forward, replaced
 from moepress.models.visit import CalibrationBatch, LayerVisit, Stop, first_of, present_forward, private
 from moepress.models.weights import Weights
+from moepress.team import ALONE, Team
 
 
 class _EnoughSeen(BaseException):
@@ -92,6 +93,7 @@ def walk(
     layers: list[MoELayer] | None = None,
     sequential: bool = False,
     reference: bool = False,
+    team: Team = ALONE,
 ) -> Iterator[LayerVisit]:
     """Yield each MoE layer with its calibration inputs, in the order in which the forward pass reaches them.
 
@@ -99,9 +101,10 @@ def walk(
     block computed when it was observed. Layers that no batch reaches are an error that names them.
     `reference`: each batch has a twin that goes through every layer as it was before the caller changed it, that is
     through the original model; visits then know their `drift`. Implies `sequential` and doubles time and memory.
+    `team`: the processes that share the batches; all must walk together. Each sees every layer.
     """
     if reference:
-        yield from _walk_with_reference(model, batches, find_layers(model) if layers is None else layers)
+        yield from _walk_with_reference(model, batches, find_layers(model) if layers is None else layers, team)
         return
     layers = find_layers(model) if layers is None else layers
     by_block = {id(layer.block): layer for layer in layers}
@@ -120,28 +123,30 @@ def walk(
 
         return forward
 
-    runners = [greenlet(forward_until_enough) for _ in batches]
+    runners = {i: greenlet(forward_until_enough) for i in team.own(list(range(len(batches))))}
     streams: dict[int, dict[int, Tensor]] = {}
     weights = Weights.of(model)
     shelf = weights.shelf
-    go_on = partial(_go_on, model, runners, batches)
+    go_on = partial(_go_on, model, runners, {i: batches[i].inputs for i in runners})
     with prepared(model, weights, layers), ExitStack() as undo:
         for layer in layers:
             streams[id(layer.block)] = undo.enter_context(_stream_norms(model, layer, runners))
             undo.enter_context(replaced(layer.block, "forward", stopping_forward(layer, forwards[id(layer.block)])))
-        undo.callback(_end, runners, shelf)
-        waiting = {i: go_on(i, model, batch.inputs, weights.device) for i, batch in enumerate(batches)}
+        undo.callback(_end, runners.values(), shelf)
+        waiting = {i: go_on(i, model, batches[i].inputs, weights.device) for i in runners}
         while any(stop is not None for stop in waiting.values()):
             layer = next(stop.layer for stop in waiting.values() if stop is not None)
             if astray := [i for i, stop in waiting.items() if stop is None or stop.layer is not layer]:
                 raise UnsupportedModel(f"batch {astray[0]} did not reach layer {layer.name!r} together with the others")
             weights.stopped(layer)
-            visit = LayerVisit(layer, forwards[id(layer.block)], waiting, batches, shelf)
+            visit = LayerVisit(
+                layer, forwards[id(layer.block)], waiting, batches, shelf, list(range(len(batches))), team
+            )
             visit.stream_norm = streams[id(layer.block)]
             yield visit
             done.add(id(layer.block))
             last = len(done) == len(by_block)
-            for i in range(len(batches)):
+            for i in runners:
                 if last:
                     answer: Any = _EnoughSeen
                 else:
@@ -155,7 +160,7 @@ def walk(
 
 
 def _walk_with_reference(
-    model: torch.nn.Module, batches: list[CalibrationBatch], layers: list[MoELayer]
+    model: torch.nn.Module, batches: list[CalibrationBatch], layers: list[MoELayer], team: Team
 ) -> Iterator[LayerVisit]:
     """Batches and their twins stop twice at each layer: in front of the block, and behind the module that adds the
     block's output to the residual stream. At the second stop the caller's change is added afterwards:
@@ -188,29 +193,33 @@ def _walk_with_reference(
 
         return forward
 
-    probe = {name: value[:1] for name, value in batches[0].inputs.items()}
-    inputs = [batch.inputs for batch in batches]
-    runners = [greenlet(forward_until_enough) for _ in range(2 * len(batches) + 1)]
-    count = len(batches)
+    numbers = team.own(list(range(len(batches))))
+    count = len(numbers)
+    inputs = [batches[i].inputs for i in numbers]
+    probe = {name: value[:1] for name, value in inputs[0].items()}
+    runners = [greenlet(forward_until_enough) for _ in range(2 * count + 1)]
     weights = Weights.of(model)
     shelf = weights.shelf
-    go_on = partial(_go_on, model, runners, batches)
+    given = [*inputs, *inputs, probe]
+    go_on = partial(_go_on, model, runners, given)
     with prepared(model, weights, layers), ExitStack() as undo:
         for layer in layers:
             host = hosts[id(layer.block)]
             undo.enter_context(replaced(layer.block, "forward", at_block(layer)))
             undo.enter_context(replaced(host, "forward", behind_host(layer, present_forward(host))))
         undo.callback(_end, runners, shelf)
-        stops = [go_on(i, model, given, weights.device) for i, given in enumerate([*inputs, *inputs, probe])]
+        stops = [go_on(i, model, each, weights.device) for i, each in enumerate(given)]
         while stops[0] is not None:
             layer = stops[0].layer
             if any(stop is None or stop.layer is not layer for stop in stops):
                 raise UnsupportedModel(f"the batches did not reach layer {layer.name!r} together")
             weights.stopped(layer)
             run = forwards[id(layer.block)]
-            visit = LayerVisit(layer, run, dict(enumerate(stops[:count])), batches, shelf)
+            waiting = dict(zip(numbers, stops, strict=False))
+            visit = LayerVisit(layer, run, waiting, batches, shelf, list(range(len(batches))), team)
+            visit.reference = True
             visit.remember()
-            before = [visit.observe(i)[1] for i in range(count)]
+            before = [visit.observe(i)[1] for i in numbers]
             before += [shelf.put(run(*private(stop.args), **private(stop.kwargs))) for stop in stops[count:]]
             kick = _kick(first_of(before[-1]))
             before[-1] = _withfirst_of(before[-1], first_of(before[-1]) + kick)
@@ -218,11 +227,11 @@ def _walk_with_reference(
             outputs, behind = [stop.output for stop in stops], [stop.behind for stop in stops]
             if behind[-1].numel() != kick.numel():
                 raise UnsupportedModel(f"layer {layer.name!r}: several residual streams pass it side by side")
-            strength = _strength(layer, behind[-1] - behind[count][:1], kick)
-            for i in range(count):
-                width = behind[i].shape[-1]
-                visit.drift[i] = shelf.put(((behind[count + i] - behind[i]) / strength).reshape(-1, width))
-                visit.stream_norm[i] = behind[count + i].reshape(-1, width).norm(dim=1)
+            strength = team.first(_strength(layer, behind[-1] - behind[count][:1], kick))
+            for at, i in enumerate(numbers):
+                width = behind[at].shape[-1]
+                visit.drift[i] = shelf.put(((behind[count + at] - behind[at]) / strength).reshape(-1, width))
+                visit.stream_norm[i] = behind[count + at].reshape(-1, width).norm(dim=1)
             yield visit
             done.add(id(layer.block))
             visit.changed()
@@ -231,7 +240,7 @@ def _walk_with_reference(
                 if last:
                     answer: Any = _EnoughSeen
                 elif i < count:
-                    change = first_of(visit.run(i)) - first_of(before[i])
+                    change = first_of(visit.run(numbers[i])) - first_of(before[i])
                     answer = _withfirst_of(output, behind[i] + strength * change.reshape(behind[i].shape))
                 else:
                     answer = _withfirst_of(output, behind[i] if i < 2 * count else behind[count][:1])
@@ -242,14 +251,15 @@ def _walk_with_reference(
 
 
 @contextmanager
-def _stream_norms(model: torch.nn.Module, layer: MoELayer, runners: list[greenlet]) -> Iterator[dict[int, Tensor]]:
+def _stream_norms(model: torch.nn.Module, layer: MoELayer, runners: dict[int, greenlet]) -> Iterator[dict[int, Tensor]]:
     """By batch, the norm (T,) of what enters the decoder layer, once it has."""
     norms: dict[int, Tensor] = {}
+    numbers = {runner: i for i, runner in runners.items()}
 
     def entered(args: tuple, kwargs: dict) -> None:
         stream = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()), None)
         if stream is not None:
-            norms[runners.index(greenlet.getcurrent())] = stream.float().norm(dim=-1).reshape(-1)
+            norms[numbers[greenlet.getcurrent()]] = stream.float().norm(dim=-1).reshape(-1)
 
     try:
         host = host_of(model, layer)
@@ -289,20 +299,18 @@ def _withfirst_of(output: Any, first: Tensor) -> Any:
     return (first, *output[1:]) if isinstance(output, tuple) else first
 
 
-def _go_on(
-    model: torch.nn.Module, runners: list[greenlet], batches: list[CalibrationBatch], i: int, *answer: Any
-) -> Any:
+def _go_on(model: torch.nn.Module, runners: Any, inputs: Any, i: int, *answer: Any) -> Any:
     """Let a forward pass run up to its next stop, which is None at its end."""
     shelf = Weights.of(model).shelf
     shelf.resume(i)
     stop = runners[i].switch(*answer)
     if stop is not None:
         stop.put_on(shelf)
-    shelf.suspended(i, runners[i], model, batches[i % len(batches)].inputs.values())
+    shelf.suspended(i, runners[i], model, inputs[i].values())
     return stop
 
 
-def _end(runners: list[greenlet], shelf: Shelf) -> None:
+def _end(runners: Iterable[greenlet], shelf: Shelf) -> None:
     """Unwind the forward passes that still wait somewhere."""
     shelf.clear()
     for runner in runners:

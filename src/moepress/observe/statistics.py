@@ -35,10 +35,19 @@ class Statistics:
         gathered = {name: STATISTICS.create(name, shape=shape) for name in names if not from_gradients([name])}
         # Some families have to copy their experts together for it.
         bank: Any = layer.bank if any(statistic.runs_experts for statistic in gathered.values()) else None
-        for batch in visit.batches():
-            for statistic in gathered.values():
+
+        def partial(i: int) -> dict[str, dict[str, Tensor]]:
+            batch = visit.observe(i)[0]
+            made = {name: STATISTICS.create(name, shape=shape) for name in gathered}
+            for statistic in made.values():
                 enough = statistic.sampled and -(-statistic.sampled // len(visit))
                 statistic.update(batch.thinned(enough) if enough else batch, bank)
+            return {name: statistic.sums for name, statistic in made.items()}
+
+        for sums in visit.each(partial):
+            for name, statistic in gathered.items():
+                for key, value in sums[name].items():
+                    statistic.sums[key] += value
         self._take(layer, gathered)
         return gathered
 

@@ -15,6 +15,8 @@ class Refit(ABC):
     paper: ClassVar[str] = ""
     visits: ClassVar[bool] = True
     """Whether it needs the layer's calibration inputs."""
+    shared: ClassVar[bool] = False
+    """Whether it can do with a share of them: what it adds up over all, it adds up over all processes."""
 
     def suited(self, found: Probe) -> tuple[Refit, str]:
         """What can be done on this model, and a sentence if it is less than was meant. Refuses what cannot."""

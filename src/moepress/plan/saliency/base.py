@@ -15,6 +15,8 @@ class Saliency(ABC):
     needs: ClassVar[tuple[str, ...]] = ()
     needs_visit: ClassVar[bool] = False
     """Whether it tries things out on the layer's calibration inputs, so that it works layer after layer only."""
+    shared: ClassVar[bool] = False
+    """Whether that works where each of several processes has a share of the inputs: it asks with `visit.each`."""
 
     @abstractmethod
     def score(self, facts: LayerFacts) -> Tensor:

@@ -36,6 +36,7 @@ class Elimination(Saliency):
     """How much a token's residual stream divides its error, see `LayerVisit.token_weight`."""
 
     needs_visit = True
+    shared = True
 
     def score(self, facts: LayerFacts) -> Tensor:
         visit, keep = facts.visit, facts.keep
@@ -43,7 +44,10 @@ class Elimination(Saliency):
             raise MoepressError(f"layer {facts.name!r}: elimination tries experts out and needs calibration inputs")
         said = Projected(visit.layer.bank, self.width)
         batches = visit.spread(self.batches)
-        samples = [Sample.of(visit, i, said, self.relative, -(-self.tokens // len(batches))) for i in batches]
+        strength = visit.strength if visit.reference else 1.0
+        tokens = -(-self.tokens // len(batches))
+        here = [i for i in batches if i in visit.here]
+        samples = {i: Sample.of(visit, i, said, self.relative, tokens, strength) for i in here}
         damage = by_expert if facts.router.selection_bias else by_choice
         gone: list[int] = []
         excess = facts.experts - keep
@@ -51,7 +55,8 @@ class Elimination(Saliency):
         score_E = torch.zeros(facts.experts, dtype=torch.float64)
         level = 0.0
         while True:
-            damage_E = torch.stack([damage(sample, gone) for sample in samples]).sum(0)
+            each = visit.each(lambda i, gone=tuple(gone): damage(samples[i], list(gone)), batches)  # type: ignore[misc]
+            damage_E = torch.stack(list(each)).sum(0)
             # Who goes later is missed more, also where taking others away has made an expert dispensable.
             left = [e for e in range(facts.experts) if e not in gone]
             score_E[left] = damage_E[left].clamp_min(0) + level
@@ -85,7 +90,7 @@ class Sample:
     said_ENP: Tensor
 
     @classmethod
-    def of(cls, visit: LayerVisit, i: int, said: Projected, relative: float, tokens: int) -> Sample:
+    def of(cls, visit: LayerVisit, i: int, said: Projected, relative: float, tokens: int, strength: float) -> Sample:
         seen: LayerBatch = visit.observe(i)[0]
         real_N = torch.where(seen.keep_T)[0]
         row_N = real_N[torch.linspace(0, len(real_N) - 1, min(tokens, len(real_N))).long().to(real_N.device)]
@@ -96,7 +101,7 @@ class Sample:
         sample = cls(*where, weight_N, said_ENP[0], said_ENP)
         sample.target_NP = sample.combined(sample.routing([]))
         if i in visit.drift:
-            sample.target_NP += said.project(visit.drift[i][row_N].float() / visit.strength)
+            sample.target_NP += said.project(visit.drift[i][row_N].float() / strength)
         return sample
 
     def routing(self, gone: list[int], each_T: Tensor | None = None) -> Routing:

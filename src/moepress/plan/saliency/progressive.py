@@ -29,6 +29,7 @@ class Progressive(Saliency):
     passes: int = 1
     """How often the text goes by."""
     needs_visit = True
+    shared = True
 
     def __post_init__(self) -> None:
         if min(self.prunings, self.passes) < 1 or not 0 <= self.smoothing < 1:
@@ -42,7 +43,7 @@ class Progressive(Saliency):
         order = by_turns(visit) * self.passes
         pruned = 0
         for step, i in enumerate(order, 1):
-            survivors.see(usage(visit, i, survivors.gone))
+            survivors.see(next(visit.each(lambda i: usage(visit, i, survivors.gone), [i])))
             if step * self.prunings // len(order) > pruned:
                 pruned = step * self.prunings // len(order)
                 survivors.prune(self.threshold)

@@ -17,6 +17,8 @@ class RouterRefit(ABC):
     paper: ClassVar[str] = ""
     visits: ClassVar[bool] = True
     """Whether it needs the layer's calibration inputs."""
+    shared: ClassVar[bool] = False
+    """Whether it can do with a share of them: what it adds up over all, it adds up over all processes."""
     rows: ClassVar[bool] = False
     """Whether it is about the rows of experts that were merged, so that a redirect leaves it nothing to do."""
 

@@ -44,6 +44,11 @@ def options(tmp_path: Path, method: str, **more: Any) -> dict[str, Any]:
     return {"keep": 0.5, "calibration": text, "calibration.batch_size": 2, **METHODS[method], **more}
 
 
+def different(one: dict[str, bytes], other: dict[str, bytes]) -> list[str]:
+    """Names of files; what is in them would take pytest minutes to print."""
+    return sorted(name for name in one | other if one.get(name) != other.get(name))
+
+
 def files_of(folder: Path) -> dict[str, bytes]:
     names = (file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
     return {name: (folder / name).read_bytes() for name in sorted(names) if not name.startswith(REPORTS)}

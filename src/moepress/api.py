@@ -48,6 +48,7 @@ from moepress.fit import (
     needs_whole,
     shard_bytes,
 )
+from moepress.memory import give_back_at_once
 from moepress.models.find import find_layers
 from moepress.models.shelf import Spill
 from moepress.models.weights import Weights
@@ -276,6 +277,7 @@ def _run(
         check_fit(recipe, layers)
         text = team.own(batches()) if statistics is None or recipe.sequential or plan is None else None
         kept, spill = within(memory, recipe, need(recipe, layers, job.weights, text), layers)
+        give_back_at_once()
         if spill:
             job.weights.shelf = Spill(job.folder / "spill")
             what = "calibration activations waited on disk, so that the memory was kept within what was given"

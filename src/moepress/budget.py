@@ -80,7 +80,7 @@ def need(recipe: Recipe, layers: list[MoELayer], weights: PagedWeights, batches:
     return Need(
         resident_memory(),
         round(held) + weights.around(layers, wide),
-        working_bytes(recipe, refit, shapes, kept),
+        working_bytes(recipe, refit, shapes, kept, sum(sizes), chosen_of(weights)),
         passing,
         sum(sizes) * token,
         (min(sum(sizes), 3 * max(sizes, default=0)) if weights.device.type == "cpu" else sum(sizes)) * token,
@@ -99,16 +99,23 @@ def tokens_of(batch: CalibrationBatch) -> int:
     return sum(keep.numel() for keep in batch.keep.values())
 
 
+def chosen_of(weights: PagedWeights) -> int:
+    """Experts of one token."""
+    return getattr(weights.model.config.get_text_config(), "num_experts_per_tok", None) or 1
+
+
 def passing_bytes(batch: CalibrationBatch, weights: PagedWeights, experts: int, width: int, units: int) -> int:
     config = weights.model.config.get_text_config()
     inner = max(units, getattr(config, "intermediate_size", None) or getattr(config, "d_ff", None) or 0)
-    chosen = getattr(config, "num_experts_per_tok", None) or 1
     rows, length = max((tuple(keep.shape) for keep in batch.keep.values()), key=math.prod)
-    scores = rows * (getattr(config, "num_attention_heads", None) or 1) * length**2
-    return tokens_of(batch) * (4 * (PASSING * width + 3 * inner) + 2 * 8 * chosen * experts) + 3 * 4 * scores
+    heads = 0 if config._attn_implementation == "sdpa" else getattr(config, "num_attention_heads", None) or 1
+    scores = rows * heads * length**2
+    return (
+        tokens_of(batch) * (4 * (PASSING * width + 3 * inner) + 2 * 8 * chosen_of(weights) * experts) + 3 * 4 * scores
+    )
 
 
-def working_bytes(recipe: Recipe, refit: Refit, shapes: list[LayerShape], kept: float) -> int:
+def working_bytes(recipe: Recipe, refit: Refit, shapes: list[LayerShape], kept: float, tokens: int, chosen: int) -> int:
     planner = planner_of(recipe)
     sums = sum(
         8 * math.prod(size)
@@ -116,22 +123,23 @@ def working_bytes(recipe: Recipe, refit: Refit, shapes: list[LayerShape], kept: 
         for name in planner.needs
         for size in STATISTICS.get(name).sizes(shape).values()
     )
-    return sums + max(working_of(recipe, refit, shape, math.ceil(kept * shape.experts)) for shape in shapes)
+    return sums + max(working_of(recipe, refit, shape, kept, tokens, chosen) for shape in shapes)
 
 
-def working_of(recipe: Recipe, refit: Refit, shape: LayerShape, kept: int) -> int:
+def working_of(recipe: Recipe, refit: Refit, shape: LayerShape, share: float, tokens: int, chosen: int) -> int:
     """One layer's."""
+    kept, choices = math.ceil(share * shape.experts), tokens * chosen
     sampled = 4 * tokens_wanted(recipe) * kept * shape.width
     tried = [s for s in planner_of(recipe).saliencies if isinstance(s, Elimination)]
-    tries = max((4 * shape.experts * s.tokens * (min(s.width, shape.width) + 1) for s in tried), default=0)
+    tries = max((4 * shape.experts * min(s.tokens, tokens) * (min(s.width, shape.width) + 1) for s in tried), default=0)
     solved = 0
     if isinstance(refit, LeastSquares):
         together = kept * shape.hidden_units
         if together <= refit.joint_units:
-            solved = 8 * together**2 + 4 * 8 * together * shape.width + 3 * 4 * 2**25
+            solved = 8 * together**2 + 4 * 8 * together * shape.width + 3 * 4 * min(2**25, choices * shape.hidden_units)
         else:
             one = 3 * 8 * shape.hidden_units**2 + 4 * 8 * shape.hidden_units * shape.width
-            solved = 4 * kept * shape.hidden_units * shape.width + one + 2 * 4 * HELD
+            solved = 4 * kept * shape.hidden_units * shape.width + one + 2 * 4 * min(HELD, choices * shape.hidden_units)
     return max(sampled, tries, solved)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+MMAP_THRESHOLD = -3
+"""Of mallopt, in malloc.h."""
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -42,6 +45,19 @@ def high_water_mark(device: torch.device) -> int | None:
         return None
     found = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
     return 1024 * int(found[0]) if found else None
+
+
+def give_back() -> None:
+    """Memory that was freed goes back to the system now: glibc keeps what may be wanted again."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def give_back_at_once() -> None:
+    """From now on, tensors of a megabyte and more go back to the system as soon as they are freed. Otherwise glibc
+    keeps those of up to 32 MB, and cannot use the holes between them for larger ones."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 20)
 
 
 def _reset() -> bool:

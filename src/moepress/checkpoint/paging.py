@@ -8,10 +8,9 @@ batches wait behind it; a block has them while the batches wait in front of it a
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ from moepress.checkpoint.checks import named_tensors
 from moepress.checkpoint.files import TensorFiles
 from moepress.checkpoint.mapping import Part, learn
 from moepress.errors import MoepressError, UnsupportedModel
+from moepress.memory import give_back
 from moepress.models.layer import MoELayer
 from moepress.models.moduledict import side_by_side
 from moepress.models.precision import NARROW, in_dtype
@@ -358,9 +358,3 @@ def check_finite(tensor: Tensor, name: str, layer: MoELayer) -> None:
         for piece in tensor if tensor.dim() > 2 else (tensor,):  # no mask as large as all experts
             if not bool(torch.isfinite(piece).all()):
                 raise MoepressError(f"layer {layer.name!r}: {name} holds weights that are not finite")
-
-
-def give_back() -> None:
-    """Memory that was freed goes back to the system at once: glibc keeps what may be wanted again."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)

@@ -141,7 +141,9 @@ def test_differences_are_taken_seed_by_seed() -> None:
 def test_a_task_is_a_column(tmp_path: Path) -> None:
     folder = tmp_path / "sst2"
     folder.mkdir()
-    records = [json.dumps({"sentence": f"a {word} film", "label": i % 2}) for i, word in enumerate("dull fine " * 4)]
+    records = [
+        json.dumps({"sentence": f"a {word} film", "label": i % 2}) for i, word in enumerate(["dull", "fine"] * 4)
+    ]
     for split in ("train", "validation"):
         (folder / f"{split}.jsonl").write_text("\n".join(records) + "\n")
     given = ["--task", f"sst2@{tmp_path}", "--seeds", "1", "--length", "32", "--samples", "8", "--limit", "4"]
@@ -156,6 +158,71 @@ def test_a_task_is_a_column(tmp_path: Path) -> None:
     assert "experts zeroed" in again.stdout and "74.48" in again.stdout
 
 
+TRAINED = {"steps": 4, "train_batch_size": 4, "rank": 4, "seeds": 1, "lr": 1e-3}
+
+
+@pytest.mark.parametrize("table", ["main", "merge-or-compress", "distillation", "schedules", "zero-shot"])
+def test_rows_are_recovered(place: Path, tmp_path: Path, table: str) -> None:
+    """With training where a table is about it, each row in its own way."""
+    trained = {"rank": 4, "seeds": 1} if table == "zero-shot" else TRAINED
+    data = make_table(asked(place, table, **trained), tmp_path)
+    cells = {row.name: cell(data, table, row.name, 0) for row in parts_of(table)[0].measured if not row.dense}
+    bytes_ = {name: each["bytes"] for name, each in cells.items()}
+    values = {name: each["value"] for name, each in cells.items()}
+    assert len(set(values.values())) >= len(values) - (table in ("main", "zero-shot"))  # two may drop the same experts
+    if table == "main":
+        assert bytes_["m-smoe"] == bytes_["averaging"] > bytes_["task-specific"]
+        assert 0.5 < bytes_["task-specific"] / bytes_["pruning"] < 1.5
+    if "mc-smoe" in bytes_:
+        assert bytes_["mc-smoe"] < bytes_["m-smoe"] < bytes_["full"]
+    if table == "schedules":
+        last = [bytes_[name] for name in ("linear", "quadratic", "cubic")]  # columns of one matrix or another
+        assert max(last) < 1.01 * min(last)
+    assert tables_of(data)[0].rows and "dense" not in [row[0] for row in tables_of(data)[0].rows]
+
+
+def test_a_row_of_its_own_teacher_and_a_dense_model(tmp_path: Path) -> None:
+    """The full model learns the task first, once; the dense model as well."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    (tmp_path / "sst2").mkdir()
+    records = [
+        json.dumps({"sentence": f"a {word} film", "label": i % 2}) for i, word in enumerate(["dull", "fine"] * 4)
+    ]
+    for split in ("train", "validation"):
+        (tmp_path / "sst2" / f"{split}.jsonl").write_text("\n".join(records) + "\n")
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    known = json.loads((ASSETS / "demo-moe" / "config.json").read_text())
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=known["vocab_size"], **shape)).save_pretrained(tmp_path / "dense")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "dense" / name).write_bytes((ASSETS / "demo-moe" / name).read_bytes())
+    want = Asked(
+        "distillation",
+        str(ASSETS / "demo-moe"),
+        tasks=(f"sst2@{tmp_path}",),
+        seeds=1,
+        samples=8,
+        length=32,
+        steps=2,
+        train_batch_size=4,
+        finetune=1.0,
+        dense=str(tmp_path / "dense"),
+    )
+    data = make_table(want, tmp_path / "out")
+    assert (tmp_path / "out" / "demo-moe-sst2" / "config.json").is_file()
+    assert len(data["rows"]) == 4
+    rows = make_table(Asked(**{**vars(want), "table": "zero-shot", "steps": 0, "keep": 0.5}), tmp_path / "out")["rows"]
+    assert rows["sst2 | seed 0 | dense"]["bytes"] < rows["sst2 | seed 0 | full"]["bytes"]
+    assert (tmp_path / "out" / "dense-sst2").is_dir()
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -163,6 +230,7 @@ def test_a_task_is_a_column(tmp_path: Path) -> None:
         ({"calibration": None}, "give both"),
         ({"text": None, "tasks": ("sst2",)}, "its own training split"),
         ({"scoring": "mean"}, "text has none"),
+        ({"table": "schedules"}, "give --steps"),
         ({"keep": 99}, "more than the 8 experts"),
         ({"changes": {"plan.similarity": "router-wait"}}, "did you mean 'router-weight'"),
         ({"changes": {"plan.skip": ["model.layers.9.mlp"]}}, "no MoE layer"),
@@ -175,7 +243,7 @@ def test_what_cannot_be_is_refused_before_any_work(
     monkeypatch.setattr(quality, "measure", None)
     base = {"text": str(place / "held-out.safetensors"), "calibration": str(place / "calibration.safetensors")}
     with pytest.raises(MoepressError, match=words):
-        make_table(Asked("alignment", str(place / "model"), **base | given), tmp_path)
+        make_table(Asked(**{"table": "alignment", "model": str(place / "model"), **base, **given}), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -193,7 +261,8 @@ def test_printed_figures_are_the_paper_s(fixtures: Path) -> None:
     for name in TABLES:
         for part in parts_of(name):
             place = next(text for text in tables if f"label{{{part.where}}}" in text)
-            said = set(re.findall(r"\d+\.\d+", re.sub(r"(\d\.\d)\$(\d)", r"\1\2", place)))
+            plain = re.sub(r"(\d\.\d)\$(\d)", r"\1\2", place).replace("$M", "M").replace("$B", "B")
+            said = set(re.findall(r"\d+\.\d+B?|\d+[MB]", plain))
             for row in part.rows:
                 for value in row.paper.values():
                     assert set(value.split("/")) <= said, (name, row.name, value)

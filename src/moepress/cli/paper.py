@@ -85,6 +85,15 @@ def quality_command(table: Quality | Several) -> Callable[..., None]:
         batch_size: BatchSize = 8,
         scoring: Annotated[str | None, typer.Option(help="Of tasks, as for evaluate.")] = None,
         set: Changes = None,
+        steps: Annotated[int, typer.Option(min=0, help="Of recovery after compression; 0: none.")] = 0,
+        lr: Annotated[float | None, typer.Option(help="Learning rate of recovery. [default: 3e-4]")] = None,
+        train_batch_size: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 16,
+        train_samples: Annotated[str, typer.Option(help="To learn from, or `all`.")] = "all",
+        finetune: Annotated[
+            float | None, typer.Option(help="Epochs in which the model learns each task first.")
+        ] = None,
+        dense: Annotated[str | None, typer.Option(help="A dense model for the row of that name.")] = None,
+        rank: Annotated[int | None, typer.Option(help="Of decomposed experts. [default: the width / 24]")] = None,
         device: Device = None,
         as_json: Json = False,
     ) -> None:
@@ -105,6 +114,13 @@ def quality_command(table: Quality | Several) -> Callable[..., None]:
             length=length,
             batch_size=batch_size,
             scoring=scoring,
+            steps=steps,
+            lr=lr,
+            train_batch_size=train_batch_size,
+            train_samples=count("--train-samples", train_samples),
+            finetune=finetune,
+            dense=dense,
+            rank=rank,
             changes=given_options({}, set or []),
             device=device,
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 from moepress.api import prepare_recipe
 from moepress.errors import MoepressError
+from moepress.methods import METHODS
 from moepress.recipe import Recipe
 
 
@@ -19,6 +20,11 @@ class Column:
     calibration: str
     text: str | None = None
     """Held-out text to judge by, or else the column is a task."""
+
+    @property
+    def place(self) -> str:
+        """Of a task: its name, and its folder if one was given."""
+        return self.calibration.removeprefix("task:")
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,18 @@ class Asked:
     length: int = 512
     batch_size: int = 8
     scoring: str | None = None
+    steps: int = 0
+    """Of recovery after compression; 0: none."""
+    lr: float | None = None
+    """Of recovery."""
+    train_batch_size: int = 16
+    train_samples: int | str = "all"
+    finetune: float | None = None
+    """Epochs in which the full model learns each task first; None: it knows it."""
+    dense: str | None = None
+    """A dense model to compare with, trained as the full model is."""
+    rank: int | None = None
+    """Of decomposed experts; None: the width / 24, as 32 is of 768."""
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Recipe entries that go over those of every row."""
     device: str | None = None
@@ -66,10 +84,13 @@ class Asked:
             found.append(Column(name, f"task:{task}"))
         return found
 
-    def recipe(self, given: Mapping[str, Any], column: Column, seed: int, keep: int | float) -> Recipe:
+    def recipe(self, given: Mapping[str, Any], column: Column, seed: int, keep: int | float, width: int = 0) -> Recipe:
+        """`width` is that of the model, which ranks depend on."""
+        method = METHODS.get(str(given["method"]))
         entries = {
             **given,
-            "keep": keep,
+            **({"keep": keep} if method.fewer else {}),
+            **({"decompose.rank": self.rank or max(1, width // 24)} if "decompose.rank" in method.uses else {}),
             "seed": seed,
             "calibration.samples": self.samples,
             "calibration.length": self.length,

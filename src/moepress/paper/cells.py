@@ -13,9 +13,11 @@ def parts_of(table: str) -> tuple[Quality, ...]:
     return (made,) if isinstance(made, Quality) else made.parts
 
 
-def rows_of(table: str) -> list[Row]:
-    """Those of all parts, equal ones once."""
-    return list({row_key(row): row for part in parts_of(table) for row in part.measured}.values())
+def rows_of(table: str, dense: bool = False) -> list[Row]:
+    """Those of all parts, equal ones once; the dense model only if there is one."""
+    return list(
+        {row_key(row): row for part in parts_of(table) for row in part.measured if dense or not row.dense}.values()
+    )
 
 
 def ours_of(table: str) -> dict[str, Any]:
@@ -26,7 +28,10 @@ def ours_of(table: str) -> dict[str, Any]:
 
 def row_key(row: Row) -> str:
     """What is done to the model: rows of two tables that do the same are one."""
-    return "zeroed" if row.zeroed else "full" if row.recipe is None else json.dumps(dict(row.recipe), sort_keys=True)
+    if row.recipe is None:
+        return "zeroed" if row.zeroed else "dense" if row.dense else "full"
+    how = ({"schedule": row.schedule} if row.schedule else {}) | ({"dies_out": True} if row.dies_out else {})
+    return json.dumps({**row.recipe, **how, **row.training}, sort_keys=True)
 
 
 def cell_key(row: Row, column: str, seed: int) -> str:

@@ -36,7 +36,7 @@ def judge_of(column: Column, asked: Asked, original: PreTrainedModel, tokenizer:
         score = compare(model, original, batches)
         loss = score.model.loss
         return {
-            "value": score.kl,
+            "value": loss if asked.steps else score.kl,  # what was trained need not say what the original says
             "better": "lower",
             "shown": {"loss": loss, "KL": score.kl},
             "more": score.to_dict() | {"perplexity": math.exp(min(loss, 700.0))},
@@ -46,8 +46,7 @@ def judge_of(column: Column, asked: Asked, original: PreTrainedModel, tokenizer:
 
 
 def _task_judge(column: Column, asked: Asked, original: PreTrainedModel, tokenizer: Any) -> Judge:
-    place = column.calibration.removeprefix("task:")
-    name, _, folder = place.partition("@")
+    name, _, folder = column.place.partition("@")
     limit = None if asked.limit == "all" else int(asked.limit)
     task, examples = task_examples(name, "validation", folder or None, limit)
     check_scoring(original, task, asked.scoring)

@@ -10,7 +10,6 @@ from moepress.checkpoint.sizes import human_size
 from moepress.comparison.tables import Spread
 from moepress.paper.cells import cell_key, parts_of
 from moepress.paper.tables import Quality, Row
-from moepress.paper.tables.base import FULL
 
 Cell = dict[str, Any]
 
@@ -39,18 +38,23 @@ def measured(part: Quality, data: dict[str, Any]) -> Table:
     rows = []
     for row in part.measured:
         first = cells_of(data, row, columns[0])
+        if not first:
+            continue  # no dense model was asked for
         cells = [row.name, human_size(round(Spread([cell["bytes"] for cell in first]).mean))]
         for column in columns:
             found = cells_of(data, row, column)
             cells += [Spread([cell["shown"][name] for cell in found]).words(form_of(name)) for name in shown[column]]
-            cells.append("" if row in (ours, FULL) else difference(found, cells_of(data, ours, column)))
+            cells.append("" if row is ours or row.is_full else difference(found, cells_of(data, ours, column)))
         rows.append(cells)
     seeds = data["settings"]["seeds"]
     spread = f"Mean ± standard deviation over {seeds} seeds" if seeds > 1 else "One seed"
+    steps = data["settings"]["steps"]
+    trained = f"Recovered in {steps} steps, all alike" if steps else "Not trained after compression"
+    what = "loss on text" if steps else "KL on text"
     note = (
-        f"{spread}, each with other calibration samples; {kept(data)} of the experts of merged layers stay on average. "
-        f"Against {part.ours}: the difference seed by seed (KL on text, the first metric of a task), and on how many "
-        "seeds it is worse. The control, experts zeroed, says how much there is to lose."
+        f"{trained}. {spread}, each with other calibration samples; {kept(data)} of the experts of merged layers stay "
+        f"on average. Against {part.ours}: the difference seed by seed ({what}, or the first metric of a task), and on "
+        "how many seeds it is worse. The control, experts zeroed, says how much there is to lose."
     )
     return Table(part.title, head, rows, note)
 
@@ -92,7 +96,7 @@ def draw(data: dict[str, Any], file: Path) -> None:
     from moepress.report.style import ACCENT, MATPLOTLIB, MUTED, PAPER, WARM
 
     columns, parts = columns_of(data), parts_of(data["settings"]["table"])
-    names = [(part, row) for part in parts for row in part.rows]
+    names = [(part, row) for part in parts for row in part.rows if cells_of(data, row, columns[0])]
     with rc_context(MATPLOTLIB):  # type: ignore[arg-type]
         figure = Figure(figsize=(3.2 + 3.6 * len(columns), 1.2 + 0.28 * len(names)), layout="constrained")
         grid = figure.subplots(1, len(columns), squeeze=False, sharey=True)[0]
@@ -105,7 +109,9 @@ def draw(data: dict[str, Any], file: Path) -> None:
                 if y and part is not names[y - 1][0]:
                     axes.axhline(y - 0.5, color=MUTED, linewidth=0.6)
             cell = cells_of(data, names[0][1], column)[0]
-            what = "KL to the original" if cell["better"] == "lower" else next(iter(cell["shown"]))
+            what = next(iter(cell["shown"]))
+            if cell["better"] == "lower" and not data["settings"]["steps"]:
+                what = "KL to the original"
             axes.set(title=column, xlabel=f"{what}, {cell['better']} is better")
             axes.set_yticks(range(len(names)), [row.name for _, row in names])
         grid[0].invert_yaxis()

@@ -21,8 +21,21 @@ class Row:
     """Printed, by column."""
     zeroed: bool = False
     """The control: the experts of the layers that the others merge give nothing."""
+    dense: bool = False
+    """Another model: the dense one that was asked for."""
+    schedule: str = ""
+    """Where it is trained: how S is pruned meanwhile. Without training that is done in one go."""
+    dies_out: bool = False
+    """Where it is trained: experts are taken away meanwhile, from the full model."""
+    training: Mapping[str, Any] = field(default_factory=dict)
+    """Options of its recovery that differ from the others'."""
+
+    @property
+    def is_full(self) -> bool:
+        return self.recipe is None and not self.zeroed and not self.dense
 
 
+DENSE = Row("dense", dense=True)
 FULL = Row("full")
 CONTROL = Row("experts zeroed", zeroed=True)
 
@@ -43,17 +56,19 @@ class Quality:
     """Of the paper."""
     keep: float = 0.25
     """Share of the experts that stay: 8 of 32."""
+    trains: bool = False
+    """Whether it says nothing without recovery."""
     printed_on: str = "switch-base-32, fine-tuned with distillation"
 
     @property
     def needs(self) -> str:
-        return NEEDS
+        return NEEDS + (" Trains: --steps." if self.trains else "")
 
     @property
     def measured(self) -> tuple[Row, ...]:
         """All rows, with the full model before them and the control behind."""
-        full = next((row for row in self.rows if row.recipe is None and not row.zeroed), None)
-        return (*(() if full else (FULL,)), *self.rows, CONTROL)
+        known = any(row.is_full for row in self.rows)
+        return (*(() if known else (FULL,)), *self.rows, CONTROL)
 
 
 @dataclass(frozen=True)

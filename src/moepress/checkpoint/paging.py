@@ -22,8 +22,8 @@ from moepress.checkpoint.mapping import Part, learn
 from moepress.errors import MoepressError, UnsupportedModel
 from moepress.memory import give_back
 from moepress.models.layer import MoELayer
-from moepress.models.moduledict import side_by_side
 from moepress.models.precision import NARROW, in_dtype
+from moepress.models.stacked import side_by_side
 from moepress.models.taps import before_forward
 from moepress.models.weights import MARK, Weights
 

@@ -9,6 +9,22 @@ import typer
 
 from moepress.cli.output import Json, print_results, quiet_if
 
+Out = Annotated[Path, typer.Option("-o", "--out", help="Folder for the results: NAME.json, NAME.md and NAME.png.")]
+Width = Annotated[int, typer.Option(min=1, help="Input width of an expert.")]
+Hidden = Annotated[int, typer.Option(min=1, help="Hidden units of an expert.")]
+Experts = Annotated[int, typer.Option(min=1, help="Experts of a layer.")]
+Keep = Annotated[int, typer.Option(min=1, help="Experts that are left when it is merged.")]
+Rank = Annotated[int, typer.Option(min=1, help="Of decomposed experts.")]
+Ratio = Annotated[float, typer.Option(min=0, max=1, help="Share of the columns that decomposed experts keep.")]
+Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help="float32, bfloat16, float16. Repeat for several.")]
+Only = Annotated[
+    list[str] | None, typer.Option(help="Only these versions, beside dense and native. Repeat for several.")
+]
+Repeats = Annotated[int, typer.Option(min=1, help="Rounds.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, …")]
+Seed = Annotated[int, typer.Option(help="Of weights and inputs.")]
+FOLDER = Path("out/bench")
+
 app = typer.Typer(no_args_is_help=True, help="Measure moepress against what it replaces.", rich_markup_mode=None)
 
 
@@ -91,6 +107,129 @@ def memory(
         length=length,
         batch_size=batch_size,
         floor=floor,
+        folder=None if folder is None else str(folder),
+        seed=seed,
+    )
+    with quiet_if(as_json):
+        data, tables = run(settings, out)
+    print_results(data, tables, f"Written to {out}", as_json)
+
+
+@app.command()
+def layer(
+    out: Out = FOLDER,
+    width: Width = 768,
+    hidden: Hidden = 3072,
+    experts: Experts = 32,
+    keep: Keep = 8,
+    rank: Rank = 32,
+    ratio: Ratio = 0.1,
+    tokens: Annotated[list[int] | None, typer.Option(min=1, help="In one call. Repeat for several.")] = None,
+    dtype: Dtypes = None,
+    only: Only = None,
+    repeats: Repeats = 9,
+    calls: Annotated[int, typer.Option(min=1, help="Of each version in a round.")] = 1,
+    device: Device = "cpu",
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """One Switch layer. In transformers' versions and in moepress', beside a dense layer."""
+    from moepress.bench.layer import Settings, run
+
+    settings = Settings(
+        width=width,
+        hidden=hidden,
+        experts=experts,
+        keep=keep,
+        rank=rank,
+        ratio=ratio,
+        tokens=tuple(tokens or Settings.tokens),
+        dtypes=tuple(dtype or Settings.dtypes),
+        only=tuple(only or ()),
+        repeats=repeats,
+        calls=calls,
+        device=device,
+        seed=seed,
+    )
+    with quiet_if(as_json):
+        data, tables = run(settings, out)
+    print_results(data, tables, f"Written to {out}", as_json)
+
+
+@app.command()
+def model(
+    out: Out = FOLDER,
+    width: Width = 768,
+    hidden: Hidden = 3072,
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 12,
+    layers: Annotated[int, typer.Option(min=2, help="Of the encoder, and of the decoder.")] = 12,
+    vocabulary: Annotated[int, typer.Option(min=8, help="Tokens that there are.")] = 32128,
+    experts: Experts = 32,
+    keep: Keep = 8,
+    rank: Rank = 32,
+    ratio: Ratio = 0.1,
+    skipped: Annotated[int, typer.Option(min=0, help="Sparse layers at the front that stay whole.")] = 1,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Samples of one pass. Repeat for several.")] = None,
+    source: Annotated[int, typer.Option(min=1, help="Tokens of a sample for the encoder.")] = 329,
+    target: Annotated[int, typer.Option(min=1, help="Tokens of a sample for the decoder.")] = 13,
+    dtype: Dtypes = None,
+    only: Only = None,
+    repeats: Repeats = 5,
+    device: Device = "cpu",
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """A whole Switch Transformer with random weights. In transformers' versions and in moepress', beside a dense T5."""
+    from moepress.bench.model import Settings, run
+
+    settings = Settings(
+        width=width,
+        hidden=hidden,
+        heads=heads,
+        layers=layers,
+        vocabulary=vocabulary,
+        experts=experts,
+        keep=keep,
+        rank=rank,
+        ratio=ratio,
+        skipped=skipped,
+        batches=tuple(batch or Settings.batches),
+        source=source,
+        target=target,
+        dtypes=tuple(dtype or Settings.dtypes),
+        only=tuple(only or ()),
+        repeats=repeats,
+        device=device,
+        seed=seed,
+    )
+    with quiet_if(as_json):
+        data, tables = run(settings, out)
+    print_results(data, tables, f"Written to {out}", as_json)
+
+
+@app.command()
+def merge(
+    out: Out = FOLDER,
+    width: Width = 768,
+    hidden: Hidden = 3072,
+    experts: Experts = 32,
+    keep: Keep = 8,
+    dtype: Dtypes = None,
+    repeats: Repeats = 9,
+    folder: Annotated[Path | None, typer.Option(help="Where the layer is written and removed again.")] = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Merge the experts of one layer. Beside reading their bytes from the page cache."""
+    from moepress.bench.merge import Settings, run
+
+    settings = Settings(
+        width=width,
+        hidden=hidden,
+        experts=experts,
+        keep=keep,
+        dtypes=tuple(dtype or Settings.dtypes),
+        repeats=repeats,
         folder=None if folder is None else str(folder),
         seed=seed,
     )

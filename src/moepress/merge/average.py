@@ -7,18 +7,35 @@ from torch import Tensor
 
 from moepress.merge.base import MERGES, Expert, Members, Merge, shares
 
+BLOCK = 1 << 18
+"""Numbers that are added up at a time: a processor keeps them in its cache until the last tensor has been added."""
+
 
 def average(tensors: list[Tensor], weights: list[float]) -> Tensor:
     """At least in float32, whatever the tensors are stored in."""
-    total = torch.zeros_like(tensors[0], dtype=torch.promote_types(tensors[0].dtype, torch.float32))
-    for tensor, weight in zip(tensors, weights, strict=True):
-        total.add_(tensor.to(total.dtype), alpha=weight)
+    total = torch.empty_like(tensors[0], dtype=torch.promote_types(tensors[0].dtype, torch.float32))
+    average_into(total, tensors, weights)
     return total
 
 
+def average_into(target: Tensor, tensors: list[Tensor], weights: list[float]) -> None:
+    """The same, rounded to the target's type."""
+    wide = torch.promote_types(target.dtype, torch.float32)
+    rows = max(1, BLOCK // max(1, target[:1].numel())) if target.device.type == "cpu" else max(1, len(target))
+    for start in range(0, len(target), rows):
+        part = target[start : start + rows]
+        total = part.zero_() if part.dtype == wide else torch.zeros_like(part, dtype=wide)
+        for tensor, weight in zip(tensors, weights, strict=True):
+            total.add_(tensor[start : start + rows].to(wide), alpha=weight)
+        if total is not part:
+            part.copy_(total)
+
+
 def average_expert(experts: list[Expert], weights: list[float]) -> Expert:
-    named = {name: [expert[name] for expert in experts] for name in experts[0]}
-    return {name: average(tensors, weights).to(tensors[0].dtype) for name, tensors in named.items()}
+    merged = {name: torch.empty_like(tensor) for name, tensor in experts[0].items()}
+    for name, target in merged.items():
+        average_into(target, [expert[name] for expert in experts], weights)
+    return merged
 
 
 class Average(Merge):

@@ -6,11 +6,13 @@ Shape suffixes: E physical experts, D width, F hidden units, n rows in the order
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moepress.models.stacked import stacked_in_place
 from moepress.runtime.grouped import grouped_product
 from moepress.runtime.linear import linear
 from moepress.runtime.serve import Groups
@@ -27,16 +29,16 @@ class ModuleBank:
     def experts(self) -> int:
         return len(self.modules)
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         maps = [getattr(expert, name) for expert in self.modules for name in (self.first, self.second)]
         return tuple(maps[0].weight.shape) if all(plain(module) for module in (*self.modules, *maps)) else ()
 
     def one(self, e: int, x_nD: Tensor) -> Tensor:
         expert = self.modules[e]
-        up, down = getattr(expert, self.first), getattr(expert, self.second)
-        if expert.training or not all(map(plain, (expert, up, down))):
+        if not self.sizes or expert.training:
             return expert(x_nD)
+        up, down = getattr(expert, self.first), getattr(expert, self.second)
         h_nF = expert.act(linear(x_nD, up.weight, up.bias))
         return linear(h_nF.to(down.weight.dtype), down.weight, down.bias)
 
@@ -47,11 +49,11 @@ class ModuleBank:
 
     def _map(self, name: str, x_nI: Tensor, groups: Groups) -> Tensor:
         maps = [getattr(expert, name) for expert in self.modules]
-        w_EOI = side_by_side([each.weight for each in maps])
+        w_EOI = together_of([each.weight for each in maps])
         y_nO = grouped_product(x_nI, w_EOI.transpose(1, 2), groups.ends_E)
         if maps[0].bias is None:
             return y_nO
-        return groups.quiet(y_nO + side_by_side([each.bias for each in maps])[groups.expert_n])
+        return groups.quiet(y_nO + together_of([each.bias for each in maps])[groups.expert_n])
 
 
 def plain(module: Any) -> bool:
@@ -61,6 +63,6 @@ def plain(module: Any) -> bool:
     return not own and (type(module) is nn.Linear or type(module).__name__.endswith("DenseActDense"))
 
 
-def side_by_side(tensors: list[Tensor]) -> Tensor:
-    """As one tensor with the experts as first axis."""
-    return torch.stack(tensors)
+def together_of(tensors: list[Tensor]) -> Tensor:
+    """As one tensor with the experts as first axis. Without gradients a view, where they lie side by side."""
+    return torch.stack(tensors) if torch.is_grad_enabled() else stacked_in_place(tensors)

@@ -96,12 +96,21 @@ def in_turn(bank: Experts, x_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) ->
     order_m = expert_m.argsort(stable=True)
     counts = torch.bincount(expert_m, minlength=bank.experts + 1).tolist()
     output_TD = torch.zeros_like(x_TD)
+    even = bool(bank.sizes) and not torch.is_grad_enabled()  # nobody is to see the rows that are added
     for e, choice_n in enumerate(order_m.split(counts)[: bank.experts]):
         if choice_n.numel():
             token_n = choice_n // chosen
-            y_nD = bank.one(e, x_TD[token_n]) * weight_m[choice_n, None]
+            rows_n = evened(token_n) if even else token_n
+            y_nD = bank.one(e, x_TD[rows_n])[: len(token_n)] * weight_m[choice_n, None]
             output_TD.index_add_(0, token_n, y_nD.to(output_TD.dtype))
     return output_TD
+
+
+def evened(token_n: Tensor) -> Tensor:
+    """Some tokens more, so that their number is a multiple of 8: for every new shape oneDNN writes a new program, which
+    can take as long as the product."""
+    count = len(token_n)
+    return token_n if count <= 8 else torch.cat([token_n, token_n[: -count % 8]])
 
 
 def together(bank: Experts, x_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:

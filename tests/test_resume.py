@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 import moepress
 from moepress import pipeline
 from moepress.checkpoint import shards
+from moepress.checkpoint.manifest import CARD
 from moepress.errors import MoepressError
 
 from .squeeze import build, silent  # noqa: F401
@@ -51,7 +53,11 @@ def different(one: dict[str, bytes], other: dict[str, bytes]) -> list[str]:
 
 def files_of(folder: Path) -> dict[str, bytes]:
     names = (file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
-    return {name: (folder / name).read_bytes() for name in sorted(names) if not name.startswith(REPORTS)}
+    files = {name: (folder / name).read_bytes() for name in sorted(names) if not name.startswith(REPORTS)}
+    own = re.compile(
+        rb'(?<=[ "])%s(?=["\s])' % re.escape(folder.name.encode())
+    )  # the card says what the output is called
+    return {name: own.sub(b"OUT", content) if name == CARD else content for name, content in files.items()}
 
 
 CLEAN = multiprocessing.get_context("forkserver")

@@ -34,6 +34,7 @@ from moepress.checkpoint.paging import PagedWeights
 from moepress.checkpoint.shared import job_of
 from moepress.checkpoint.sizes import Sizes, sizes_of
 from moepress.checkpoint.vanilla import save_vanilla
+from moepress.checkpoint.wording import keep_wording
 from moepress.command import compress_command
 from moepress.data.batches import calibration_batches, fingerprint_of
 from moepress.decompose.stable_rank import mean_ranks
@@ -204,6 +205,7 @@ def compress(
             with result.outcome.timed("write"), quiet():
                 ready, entries = job.assemble(result.outcome.specs)
                 copy_companions(home, ready)
+                keep_wording(home, ready, type(loaded.config))
             result.outcome.notes += job.notes
             result.folder, (result.name, result.base_model, result.command) = Path(out), described
             inside = records if vanilla else ready / RECORDS

@@ -19,6 +19,7 @@ from moepress.checkpoint.compact import compact_specs, save_compact
 from moepress.checkpoint.companions import copy_companions
 from moepress.checkpoint.folder import output_folder, refuse_output
 from moepress.checkpoint.load import quiet
+from moepress.checkpoint.wording import keep_wording
 from moepress.data.batches import CalibrationData, calibration_batches
 from moepress.errors import MoepressError
 from moepress.hook import TrainingHook
@@ -195,6 +196,7 @@ def write(
                 model.save_pretrained(os.fspath(folder), max_shard_size=max_shard_size)
                 if source is not None:
                     copy_companions(source, folder)
+                    keep_wording(source, folder, type(model.config))
         if not specs:  # nothing of moepress in the folder itself
             shutil.rmtree(records_beside(out), ignore_errors=True)  # of an output that was replaced
             write_training(out, records_beside(out), made, title=out.name, source=source, before=before)

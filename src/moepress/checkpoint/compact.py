@@ -59,11 +59,13 @@ def save_compact(
 ) -> None:
     """Write a compact checkpoint into `folder`, with tokenizer and processor files copied from the folder `source`."""
     from moepress.checkpoint.companions import copy_companions
+    from moepress.checkpoint.wording import keep_wording
 
     attach(model, specs)
     model.save_pretrained(os.fspath(folder), max_shard_size=max_shard_size)
     if source is not None:
         copy_companions(source, folder)
+        keep_wording(source, folder, type(model.config))
 
 
 def _count_rows(model: PreTrainedModel, specs: dict[str, CompactSpec]) -> None:

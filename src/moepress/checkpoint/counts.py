@@ -13,13 +13,13 @@ NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expert
 
 def expert_counts(config: Any) -> dict[str, int]:
     """Dotted name inside the config -> number of experts. A list counts if all of its entries are equal."""
-    return {f"{prefix}{name}": _single(value) for prefix, holder, name, value in _fields(config)}
+    return {f"{prefix}{name}": _single(value) for prefix, holder, name, value in count_fields(config)}
 
 
 def set_expert_count(config: Any, old: int, new: int) -> list[str]:
     """Set every expert count that is `old` to `new`, in place; returns the dotted names that were changed."""
     changed = []
-    for prefix, holder, name, value in list(_fields(config)):
+    for prefix, holder, name, value in list(count_fields(config)):
         if _single(value) != old:
             continue
         replacement = [new] * len(value) if isinstance(value, list | tuple) else new
@@ -37,14 +37,14 @@ def _single(value: Any) -> int:
     return value[0] if isinstance(value, list | tuple) else value
 
 
-def _fields(holder: Any, prefix: str = "") -> Iterator[tuple[str, Any, str, Any]]:
+def count_fields(holder: Any, prefix: str = "") -> Iterator[tuple[str, Any, str, Any]]:
     """(prefix, the object or dict that holds the count, its name there, its value), nested configs included."""
     values = holder if isinstance(holder, dict) else vars(holder)
     for name, value in list(values.items()):
         if name in NAMES and _is_count(value):
             yield prefix, holder, name, value
         elif (isinstance(value, dict) or hasattr(value, "to_dict")) and name not in NOT_CONFIGS and name[0] != "_":
-            yield from _fields(value, f"{prefix}{name}.")
+            yield from count_fields(value, f"{prefix}{name}.")
 
 
 def _is_count(value: Any) -> bool:

@@ -19,6 +19,7 @@ from moepress.checkpoint.compact import compact_specs
 from moepress.checkpoint.companions import copy_companions
 from moepress.checkpoint.counts import set_expert_count
 from moepress.checkpoint.guard import NOTICE
+from moepress.checkpoint.wording import keep_wording
 from moepress.errors import MoepressError
 from moepress.models.find import find_layers
 from moepress.models.layer import CompactSpec, MoELayer
@@ -51,6 +52,7 @@ def save_vanilla(
     plain.save_pretrained(os.fspath(folder), max_shard_size=max_shard_size)
     if source is not None:
         copy_companions(source, folder)
+        keep_wording(source, folder, type(plain.config))
 
 
 def shrink_to_vanilla(

@@ -225,6 +225,45 @@ def path_trick(path: Path) -> None:
     (path / INDEX).write_text((path / INDEX).read_text().replace(shard.name, f"../{shard.name}"))
 
 
+def absolute_path(path: Path) -> None:
+    shard = a_shard(path)
+    os.replace(shard, path.parent / shard.name)
+    (path / INDEX).write_text((path / INDEX).read_text().replace(shard.name, str(path.parent / shard.name)))
+
+
+def code_in_the_config(path: Path) -> None:
+    (path / "evil.py").write_text(f"open({str(path.parent / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    change_config(path, auto_map={"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}, model_type="evil")
+
+
+def code_beside_a_known_type(path: Path) -> None:
+    (path / "evil.py").write_text(f"open({str(path.parent / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    change_config(path, auto_map={"AutoModelForCausalLM": "evil.Evil"}, architectures=["Evil"])
+
+
+def endless_layers(path: Path) -> None:
+    change_config(path, num_hidden_layers=10**30)
+
+
+def huge_layers(path: Path) -> None:
+    change_config(path, hidden_size=10**12)
+
+
+def negative_choice(path: Path) -> None:
+    change_config(path, num_experts_per_tok=-1)
+
+
+def change_config(path: Path, **entries: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | entries))
+
+
+def secret_template(path: Path) -> None:
+    (path.parent / "secret").write_text("secret")
+    (path / "additional_chat_templates").mkdir()
+    (path / "additional_chat_templates" / "x.jinja").symlink_to(path.parent / "secret")
+
+
 def link_outside(path: Path) -> None:
     shard = a_shard(path)
     os.replace(shard, path.parent / shard.name)
@@ -263,6 +302,12 @@ TAMPERED: dict[Callable[[Path], None], str] = {
     pickled: "pickled weights only",
     pickle_in_the_index: "not a safetensors file",
     path_trick: "not a file of that folder",
+    absolute_path: "not a file of that folder",
+    code_in_the_config: "is not understood",
+    endless_layers: "num_hidden_layers=1e\\+30 is more layers",
+    huge_layers: "is damaged|cannot be loaded",
+    negative_choice: "chooses -1 of 8 experts",
+    secret_template: "leads out of its folder",
     link_outside: "leads out of its folder",
     secret_link: "leads out of its folder",
     missing_tensor: "do not go together|is missing|incomplete|damaged",
@@ -280,7 +325,14 @@ def test_a_tampered_checkpoint_is_refused(tamper: Callable[[Path], None], tmp_pa
         moepress.compress(path, tmp_path / "out", keep=0.5, calibration=windows(tmp_path))
     assert "\n" not in str(raised.value)
     assert {file.name: os.path.realpath(file) for file in path.iterdir()} == before
-    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*")) and not (tmp_path / "ran").exists()
+
+
+def test_code_beside_a_model_that_transformers_knows_is_not_run(tmp_path: Path) -> None:
+    sharded(tmp_path / "model")
+    code_beside_a_known_type(tmp_path / "model")
+    moepress.compress(tmp_path / "model", tmp_path / "out", method="reap", keep=0.5, calibration=windows(tmp_path))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,11 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +216,56 @@ def test_a_full_disk_is_one_sentence_and_what_is_finished_stays(
     moepress.compress(model, tmp_path / "undisturbed", **given)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "undisturbed")
     assert files_of(model) == before
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """As on a disk that is full: the system itself refuses to write more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("size", [100, 5_000, 30_000])
+def test_files_that_cannot_be_written_leave_no_half_of_anything(
+    method: str, size: int, model: Path, tmp_path: Path
+) -> None:
+    given, before = options(tmp_path, method), files_of(model)
+    with files_of_at_most(size), pytest.raises(MoepressError, match=r"cannot be written here; (finished|nothing)"):
+        moepress.compress(model, tmp_path / "out", **given)
+    assert not (tmp_path / "out").exists() and files_of(model) == before
+    moepress.compress(model, tmp_path / "out", resume=True, **given)
+    assert moepress.verify(tmp_path / "out").whole
+    moepress.compress(model, tmp_path / "undisturbed", **given)
+    assert different(files_of(tmp_path / "out"), files_of(tmp_path / "undisturbed")) == []
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_a_read_error_on_the_way_is_one_sentence_and_can_be_resumed(
+    share: float, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, read, calls = options(tmp_path, "refit"), os.preadv, [0]
+
+    def failing(*args: Any) -> int:
+        calls[0] += 1
+        if calls[0] > most:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(*args)
+
+    most: float = float("inf")
+    monkeypatch.setattr(os, "preadv", failing)
+    moepress.compress(model, tmp_path / "undisturbed", **given)
+    most, calls[0] = int(share * calls[0]), 0
+    with pytest.raises(MoepressError, match="cannot be read: Input/output error"):
+        moepress.compress(model, tmp_path / "out", **given)
+    assert not (tmp_path / "out").exists()
+    most = float("inf")
+    moepress.compress(model, tmp_path / "out", resume=True, **given)
+    assert different(files_of(tmp_path / "out"), files_of(tmp_path / "undisturbed")) == []
 
 
 def test_a_manifest_finds_what_was_changed(model: Path, tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ import os
 import shutil
 from pathlib import Path
 
+from moepress.checkpoint.folder import FOLDERS
+
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz", ".index.json")
 WRITTEN_BY_SAVING = ("config.json", "generation_config.json")
 ABOUT_THE_ORIGINAL = ("readme.md", ".gitattributes", "training_args.bin", "trainer_state.json")
-FOLDERS = ("additional_chat_templates",)
 
 
 def copy_companions(source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> list[str]:

@@ -18,8 +18,11 @@ from moepress.errors import MoepressError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+FOLDERS = ("additional_chat_templates",)
+"""Inside of a checkpoint's own that are copied along."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""EFBIG: a file is larger than the file system, or a limit of the process, allows."""
 AnyPath = str | os.PathLike[str]
 
 
@@ -130,6 +133,8 @@ def _explained(error: BaseException, target: Path, kept: bool = False) -> Moepre
         place = next(folder for folder in (target, *target.parents) if folder.exists())
         free = shutil.disk_usage(place).free
         what = "finished layers are kept, go on with --resume" if kept else "nothing was written"
+        if isinstance(error, OSError) and error.errno == errno.EFBIG:
+            return MoepressError(f"{target}: files as large as the output's cannot be written here; {what}")
         return MoepressError(f"the disk is full: only {free / 1e9:.1f} GB are left for {target}; {what}")
     reason = error.strerror if isinstance(error, OSError) else str(error)
     return MoepressError(f"the output folder {target} cannot be made: {reason}")
@@ -240,6 +245,8 @@ def check_checkpoint(folder: AnyPath) -> Header:
         raise MoepressError(f"{path} is not a model: it has no config.json")
     for entry in path.iterdir():
         checked_link(path, entry)
+        for inner in entry.iterdir() if entry.is_dir() and entry.name in FOLDERS else ():
+            checked_link(path, inner)
     read_json(path / "config.json")
     if (path / SINGLE).is_file():  # transformers, too, looks for it first
         return read_header(path / SINGLE)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moepress.checkpoint.files import TensorFiles
-from moepress.checkpoint.folder import check_checkpoint
+from moepress.checkpoint.folder import check_checkpoint, read_json
 from moepress.checkpoint.headers import Header
 from moepress.checkpoint.hub import download, first_line
 from moepress.checkpoint.paging import PagedWeights, weights_stay_in_files
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges", "source.spm")
 COMPACT_ALREADY = "this model is a compact one already: compress the model that it was made from"
+MOST_LAYERS = 10_000
 AnyPath = str | os.PathLike[str]
 
 
@@ -66,11 +67,23 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConf
 
     if not (folder / "config.json").is_file():
         raise MoepressError(f"{folder} is not a model: it has no config.json")
+    if odd := too_deep(read_json(folder / "config.json")):
+        raise MoepressError(f"the config.json in {folder} is not understood: {odd} is more layers than any model has")
     try:
         with quiet():
             return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise MoepressError(f"the config.json in {folder} is not understood: {first_line(error)}") from error
+
+
+def too_deep(config: Any) -> str | None:
+    """An entry that asks for so many layers that making them would never end."""
+    for key, value in config.items():
+        if "layers" in key and isinstance(value, (int, float)) and value > MOST_LAYERS:
+            return f"{key}={value:g}"
+        if isinstance(value, dict) and (found := too_deep(value)):
+            return found
+    return None
 
 
 def load_skeleton(source: AnyPath, *, trust_remote_code: bool = False, revision: str | None = None) -> PreTrainedModel:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, ClassVar
 
 import torch
@@ -94,6 +94,9 @@ class LinearRouterAdapter(FactoringAdapter):
         experts = stored if mapped is None else mapped.numel()
         if rows != experts + self.fixed_rows(block):
             return f"its router {type(self.router(block)).__name__} has {rows} rows for {experts} experts"
+        with suppress(UnsupportedModel):  # it is said when it is asked for
+            if not 1 <= (chosen := self.top_k(block)) <= rows:
+                return f"its router {type(self.router(block)).__name__} chooses {chosen} of {rows} experts"
         known = self._per_expert(block)
         for name, tensor in self._router_scope(block):
             per_expert = rows in (*tensor.shape[:1], *tensor.shape[-1:])

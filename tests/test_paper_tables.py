@@ -138,14 +138,15 @@ def test_differences_are_taken_seed_by_seed() -> None:
     assert difference([{"value": 58.0, "better": "higher"}], high) == "-2.0, worse 1/1"
 
 
-def test_a_task_is_a_column(tmp_path: Path) -> None:
-    folder = tmp_path / "sst2"
+def write_task(folder: Path) -> None:
     folder.mkdir()
-    records = [
-        json.dumps({"sentence": f"a {word} film", "label": i % 2}) for i, word in enumerate(["dull", "fine"] * 4)
-    ]
+    records = [{"sentence": f"a {word} film", "label": i % 2} for i, word in enumerate(["dull", "fine"] * 4)]
     for split in ("train", "validation"):
-        (folder / f"{split}.jsonl").write_text("\n".join(records) + "\n")
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
+
+
+def test_a_task_is_a_column(tmp_path: Path) -> None:
+    write_task(tmp_path / "sst2")
     given = ["--task", f"sst2@{tmp_path}", "--seeds", "1", "--length", "32", "--samples", "8", "--limit", "4"]
     command = ["paper", "uniform-adaptive", "--model", str(ASSETS / "demo-moe"), *given, "-o", str(tmp_path / "out")]
     ran = CliRunner().invoke(app, [*command, "--json"], catch_exceptions=False)
@@ -161,7 +162,10 @@ def test_a_task_is_a_column(tmp_path: Path) -> None:
 TRAINED = {"steps": 4, "train_batch_size": 4, "rank": 4, "seeds": 1, "lr": 1e-3}
 
 
-@pytest.mark.parametrize("table", ["main", "merge-or-compress", "distillation", "schedules", "zero-shot"])
+SLOW = [pytest.param(table, marks=pytest.mark.slow) for table in ("merge-or-compress", "schedules", "zero-shot")]
+
+
+@pytest.mark.parametrize("table", ["main", "distillation", *SLOW])
 def test_rows_are_recovered(place: Path, tmp_path: Path, table: str) -> None:
     """With training where a table is about it, each row in its own way."""
     trained = {"rank": 4, "seeds": 1} if table == "zero-shot" else TRAINED
@@ -181,16 +185,12 @@ def test_rows_are_recovered(place: Path, tmp_path: Path, table: str) -> None:
     assert tables_of(data)[0].rows and "dense" not in [row[0] for row in tables_of(data)[0].rows]
 
 
+@pytest.mark.slow
 def test_a_row_of_its_own_teacher_and_a_dense_model(tmp_path: Path) -> None:
     """The full model learns the task first, once; the dense model as well."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    (tmp_path / "sst2").mkdir()
-    records = [
-        json.dumps({"sentence": f"a {word} film", "label": i % 2}) for i, word in enumerate(["dull", "fine"] * 4)
-    ]
-    for split in ("train", "validation"):
-        (tmp_path / "sst2" / f"{split}.jsonl").write_text("\n".join(records) + "\n")
+    write_task(tmp_path / "sst2")
     shape = {
         "hidden_size": 32,
         "intermediate_size": 32,

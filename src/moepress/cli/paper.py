@@ -11,6 +11,7 @@ import typer
 from moepress.cli.compress import given_options, parse_int, parse_keep
 from moepress.cli.output import Json, print_json, print_results, print_table, quiet_if
 from moepress.paper.tables import TABLES, Quality, Several
+from moepress.paper.tables.pictures import PICTURES
 
 app = typer.Typer(help="The paper's tables and figures, and ours beside them.", rich_markup_mode=None)
 
@@ -67,6 +68,7 @@ Limit = Annotated[str, typer.Option(help="Held-out samples, or records of a task
 Length = Annotated[int, typer.Option(help="Tokens of a sample.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Samples of a forward pass.")]
 Changes = Annotated[list[str] | None, typer.Option("--set", help="A recipe entry over those of every row.")]
+Rank = Annotated[int | None, typer.Option(help="Of decomposed experts. [default: the width / 24]")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, …")]
 
 
@@ -93,7 +95,7 @@ def quality_command(table: Quality | Several) -> Callable[..., None]:
             float | None, typer.Option(help="Epochs in which the model learns each task first.")
         ] = None,
         dense: Annotated[str | None, typer.Option(help="A dense model for the row of that name.")] = None,
-        rank: Annotated[int | None, typer.Option(help="Of decomposed experts. [default: the width / 24]")] = None,
+        rank: Rank = None,
         device: Device = None,
         as_json: Json = False,
     ) -> None:
@@ -131,9 +133,66 @@ def quality_command(table: Quality | Several) -> Callable[..., None]:
     return command
 
 
+def figure_command(name: str) -> Callable[..., None]:
+    def command(
+        model: Model,
+        text: Text = None,
+        calibration: Calibration = None,
+        task: Tasks = None,
+        out: Annotated[Path, typer.Option("-o", "--out", help="Folder of the pictures.")] = Path("out/paper"),
+        keep: Keep = None,
+        samples: Samples = "256",
+        length: Length = 512,
+        batch_size: BatchSize = 8,
+        set: Changes = None,
+        rank: Rank = None,
+        device: Device = None,
+        as_json: Json = False,
+    ) -> None:
+        from moepress.paper.asked import Asked
+        from moepress.paper.figures import make_figure
+
+        asked = Asked(
+            name,
+            model,
+            text,
+            calibration,
+            tuple(task or ()),
+            keep=parse_keep(keep),
+            samples=count("--samples", samples),
+            length=length,
+            batch_size=batch_size,
+            changes=given_options({}, set or []),
+            rank=rank,
+            device=device,
+        )
+        with quiet_if(as_json):
+            data = make_figure(asked, out)
+        if as_json:
+            print_json(data)
+        else:
+            for column in data["columns"]:
+                typer.echo(f"{out / name}-{column}.png")
+
+    return command
+
+
 def count(option: str, text: str) -> Any:
     return text if text == "all" else parse_int(option, text)
 
 
 for made in TABLES.values():
     app.command(made.name, help=f"{made.title}. {made.needs}")(quality_command(made))
+for name, picture in PICTURES.items():
+    app.command(name, help=f"{picture.title}. {picture.needs}")(figure_command(name))
+
+
+@app.command()
+def teaser(
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder of the main table.")] = Path("out/paper"),
+    column: Annotated[str | None, typer.Option(help="Of the table. [default: its first]")] = None,
+) -> None:
+    """Quality against size. Figure. Needs the main table."""
+    from moepress.paper.figures import make_teaser
+
+    typer.echo(str(make_teaser(out, column)))

@@ -40,13 +40,15 @@ def heat(
 
 
 def dots(axes: Axes, places: Sequence[tuple[float, float]], width: float, colour: str) -> None:
-    """Round dots of some points as a single path, however many there are: lines without length, with round ends."""
+    """Round dots of some points as a single path, however many there are: lines with round ends, of hardly any length
+    (those without are left out of PNGs)."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 
-    path = Path([place for place in places for _ in range(2)], [Path.MOVETO, Path.LINETO] * len(places))
-    path.should_simplify = False  # it would leave out lines without length
-    axes.add_patch(PathPatch(path, fill=False, edgecolor=colour, linewidth=width, capstyle="round"))
+    ends = [(x + along, y) for x, y in places for along in (0, 1e-3)]
+    path = Path(ends, [Path.MOVETO, Path.LINETO] * len(places))
+    path.should_simplify = False  # it would leave out lines of such a length
+    axes.add_patch(PathPatch(path, fill=False, edgecolor=colour, linewidth=width, capstyle="round", snap=False))
 
 
 def name_ticks(axis: Any, names: Sequence[str], room: int) -> None:

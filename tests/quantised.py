@@ -29,7 +29,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "config_groups": {"group_0": {"weights": INT4, "input_activations": None, "targets": ["Linear"]}},
-        "ignore": ["lm_head", "re:.*self_attn.*"],
+        "quantization_status": "compressed",
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp\\.(gate|up|down)_proj$", "re:.*mlp\\.gate$"],
     },
 }
 FAMILY = {
@@ -42,7 +43,8 @@ FAMILY = {
 }
 EVERYWHERE = re.compile(r"\.(mlp|self_attn|block_sparse_moe|feed_forward)\..*(_proj|\.w[123])\.weight$")
 EXPERTS_ONLY = re.compile(r"\.experts\.(.*_proj\.weight|(gate_up|down)_proj)$")
-TYPES = {"scales": torch.float32, "shape": torch.int64}
+TYPES = {"fp8": {"scales": torch.float32}, "compressed-tensors": {"scales": torch.bfloat16, "shape": torch.int64}}
+"""Of what lies beside the numbers."""
 
 
 def plain(kind: str, folder: Path) -> Path:
@@ -61,10 +63,11 @@ def plain(kind: str, folder: Path) -> Path:
 def quantise(kind: str, source: Path, folder: Path) -> Path:
     """Quantise the linear maps (int4 and MXFP4: the experts only, as published models are)."""
     storage = storage_of(CONFIGS[kind], source)
+    types = TYPES.get(CONFIGS[kind]["quant_method"], {})
     chosen = EVERYWHERE if CONFIGS[kind]["quant_method"] == "fp8" else EXPERTS_ONLY
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        tensors |= packed(storage, name, tensor) if chosen.search(name) else {name: tensor}
+        tensors |= packed(storage, types, name, tensor) if chosen.search(name) else {name: tensor}
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((source / "config.json").read_text()) | {"quantization_config": CONFIGS[kind]}
@@ -72,8 +75,8 @@ def quantise(kind: str, source: Path, folder: Path) -> Path:
     return folder
 
 
-def packed(storage: Storage, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    rows = [storage.pack(row, TYPES) for row in (tensor if tensor.dim() > 2 else tensor[None])]
+def packed(storage: Storage, types: dict[str, torch.dtype], name: str, tensor: Tensor) -> dict[str, Tensor]:
+    rows = [storage.pack(row, types) for row in (tensor if tensor.dim() > 2 else tensor[None])]
     stacked = {role: torch.stack([row[role] for row in rows]) for role in rows[0]}
     return {stored: stacked[r] if tensor.dim() > 2 else rows[0][r] for r, stored in storage.names(name).items()}
 

@@ -28,6 +28,7 @@ from moepress.report import records_of
 
 from .quantised import CONFIGS, assert_bytes_are_kept, plain, quantise
 from .squeeze import silent  # noqa: F401
+from .test_processes import alone, together
 from .test_resume import Interrupted, files_of, interrupt
 from .test_streaming import tensors_of, windows, with_a_prediction_head
 
@@ -50,7 +51,11 @@ def quietly() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=KINDS)
+OFTEN = ("fp8", "mxfp4", "int4")
+"""The rest takes its time."""
+
+
+@pytest.fixture(params=[k if k in OFTEN else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -85,6 +90,16 @@ def test_they_are_read_as_transformers_reads_them(kind: str, model: Path) -> Non
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), name
+
+
+@pytest.mark.parametrize("kind", ["int4"], indirect=True)
+def test_integers_are_read_as_compressed_tensors_reads_them(kind: str, model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    compress(model, tmp_path / "out", kind, "prune-refit")
+    for folder in (model, tmp_path / "out"):
+        ours, theirs = load_model(folder).state_dict(), stock(folder).state_dict()
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
 def test_what_is_read_is_near_what_was_quantised(kind: str, model: Path, tmp_path: Path) -> None:
@@ -172,6 +187,14 @@ def test_an_interrupted_run_ends_with_the_same_files(
     compress(model, tmp_path / "out", kind, "prune-refit", resume=True)
     assert files_of(tmp_path / "out") == expected
     assert json.loads(report.read_text())["notes"] == notes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"], indirect=True)
+def test_two_processes_write_the_same_files(kind: str, model: Path, tmp_path: Path) -> None:
+    arguments = ["compress", str(model), "--keep", "4", "--calibration", windows(tmp_path), "--batch-size", "2"]
+    arguments += ["--method", "prune-refit", "--format", "vanilla"]
+    assert files_of(alone(tmp_path, arguments)) == files_of(together(tmp_path, 2, arguments))
 
 
 @pytest.mark.parametrize("kind", ["fp8", "mxfp4"], indirect=True)

@@ -35,7 +35,7 @@ def random(kind: str, seed: int, scale: float) -> Tensor:
 
 def packing(kind: str) -> tuple[Any, dict[str, torch.dtype]]:
     storage = storage_of(CONFIGS[kind], "x")
-    return storage, {"scales": torch.bfloat16 if kind == "int4" else torch.float32, "shape": torch.int64}
+    return storage, TYPES.get(CONFIGS[kind]["quant_method"], {})
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -120,7 +120,7 @@ def test_integers_are_those_of_compressed_tensors(bits: int, strategy: str) -> N
     weights |= {"group_size": None} if strategy == "channel" else {}
     storage = storage_of(CONFIGS["int4"] | {"config_groups": {"g": {"weights": weights}}}, "x")
     values = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
-    ours = storage.pack(values, TYPES)
+    ours = storage.pack(values, {"scales": torch.float32, "shape": torch.int64})
     arguments = quantization.QuantizationArgs(**weights)
     groups = values.unflatten(1, (-1, 8)) if strategy == "group" else values[:, None]
     theirs, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), arguments)

@@ -211,9 +211,8 @@ class Job(Journal):
             made = revert_weight_conversion(model, dict(state))
             types = {name: tensor.dtype for name, tensor in revert_weight_conversion(model, empty).items()}
         keeper = Keeper(self.weights.files, plan)
-        return [
-            item for name, tensor in made.items() for item in keeper.items(name, tensor, types[name])
-        ], keeper.rounded
+        items = [item for name, tensor in made.items() for item in keeper.items(name, tensor, types[name])]
+        return items, keeper.rounded
 
     @contextmanager
     def _saving(self, layer: MoELayer, spec: CompactSpec) -> Iterator[Any]:

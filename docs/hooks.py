@@ -234,6 +234,50 @@ def alignment() -> str:
     )
 
 
+CORES, PROCESSES = 512, 8
+"""Of the machines that the table of large models is about."""
+
+
+def large_models() -> str:
+    found = json.loads((RESULTS / "cpu" / "large_models.json").read_text(encoding="utf-8"))
+    rates, giga = found["rates"], 1e9
+    share = min(rates["share"].values())
+    took = lambda seconds: f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"  # noqa: E731
+    parts = []
+    for name, model in found["models"].items():
+        rows = []
+        for method, needs in model["methods"].items():
+            memory = needs["memory"]
+            rows.append(
+                [
+                    f"`{method}`",
+                    f"{memory['1']['total'] / giga:.0f} GB ({memory['1']['spilled'] / giga:.0f} GB)",
+                    f"{memory[str(PROCESSES)]['total'] / giga:.0f} GB",
+                    f"{needs['operations'] / 1e15:.1f}",
+                    took(needs["operations"] / (CORES * share * rates["core"])),
+                    f"{needs['read'] / 1e12:.1f} TB, {took(needs['read'] / rates['read'])}",
+                    f"{needs['network'] / giga:,.2f} GB, {took(needs['network'] / rates['gloo'])}",
+                ]
+            )
+        head = [name, "memory, 1 process", f"each of {PROCESSES}", "10¹⁵ operations", f"on {CORES} cores"]
+        sizes = [f"{model[key] / giga:,.0f}" for key in ("parameters", "bytes", "bytes_after")]
+        layer = f"{model['layer_bytes'] / giga:.1f}"
+        parts += [
+            f"**{name}**: {sizes[0]} B parameters, {sizes[1]} GB in 16 bits, of which a layer is {layer} GB; half "
+            f"of the experts leave {sizes[2]} GB.",
+            table([*head, "read by each", "sums that travel"], rows),
+        ]
+    settings = found["settings"]
+    measured = (
+        f"{settings['samples']} samples of {settings['length']} tokens, half of the experts, float32 on CPUs. Measured "
+        f"rates: {rates['core'] / giga:.0f} GFLOP/s a core in large products, of which a run gets "
+        f"{100 * share:.0f} %; {rates['read'] / giga:.1f} GB/s read from disk; {rates['gloo'] / giga:.2f} GB of sums a "
+        "second between two processes over gloo. In brackets: memory when activations wait on disk. Made by "
+        "`python benchmarks/large_models.py`, file `benchmarks/results/cpu/large_models.json`."
+    )
+    return "\n\n".join([*parts, measured])
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "methods": methods,
     "method-details": method_details,
@@ -243,6 +287,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "families": families,
     "kl": kl,
     "alignment": alignment,
+    "large-models": large_models,
 }
 
 

@@ -92,6 +92,6 @@ def test_the_teaser_is_drawn_from_the_main_table(tmp_path: Path) -> None:
 
 def test_the_command_says_where_the_pictures_are(place: Path, tmp_path: Path) -> None:
     text = str(place / "text.safetensors")
-    given = ["--model", str(place / "model"), "--text", text, "--calibration", text, "--keep", "0.5"]
+    given = ["--model", str(place / "model"), "--calibration", text, "--keep", "0.5"]
     ran = CliRunner().invoke(app, ["paper", "usage", *given, "-o", str(tmp_path)], catch_exceptions=False)
     assert ran.stdout.split() == [str(tmp_path / "usage-text.png")]

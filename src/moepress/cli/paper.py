@@ -12,6 +12,7 @@ from moepress.cli.compress import given_options, parse_int, parse_keep
 from moepress.cli.output import Json, print_json, print_results, print_table, quiet_if
 from moepress.paper.tables import TABLES, Quality, Several
 from moepress.paper.tables.pictures import PICTURES
+from moepress.paper.tables.running import RUNNING
 
 app = typer.Typer(help="The paper's tables and figures, and ours beside them.", rich_markup_mode=None)
 
@@ -60,7 +61,7 @@ def sizes(
 
 Model = Annotated[str, typer.Option(help="A folder or a Hub name; the original, with all its experts.")]
 Text = Annotated[str | None, typer.Option(help="Held-out text to judge by; with --calibration.")]
-Calibration = Annotated[str | None, typer.Option(help="Text to calibrate on, as for compress; with --text.")]
+Calibration = Annotated[str | None, typer.Option(help="Text to calibrate on, as for compress.")]
 Tasks = Annotated[list[str] | None, typer.Option(help="A labelled task, such as sst2@FOLDER (repeat).")]
 Keep = Annotated[str | None, typer.Option(help="Experts per layer: a count or a fraction. [default: the paper's]")]
 Samples = Annotated[str, typer.Option(help="Calibration samples, or `all`.")]
@@ -136,7 +137,6 @@ def quality_command(table: Quality | Several) -> Callable[..., None]:
 def figure_command(name: str) -> Callable[..., None]:
     def command(
         model: Model,
-        text: Text = None,
         calibration: Calibration = None,
         task: Tasks = None,
         out: Annotated[Path, typer.Option("-o", "--out", help="Folder of the pictures.")] = Path("out/paper"),
@@ -155,7 +155,7 @@ def figure_command(name: str) -> Callable[..., None]:
         asked = Asked(
             name,
             model,
-            text,
+            None,
             calibration,
             tuple(task or ()),
             keep=parse_keep(keep),
@@ -165,6 +165,7 @@ def figure_command(name: str) -> Callable[..., None]:
             changes=given_options({}, set or []),
             rank=rank,
             device=device,
+            judged=False,
         )
         with quiet_if(as_json):
             data = make_figure(asked, out)
@@ -196,3 +197,88 @@ def teaser(
     from moepress.paper.figures import make_teaser
 
     typer.echo(str(make_teaser(out, column)))
+
+
+@app.command("model-card")
+def model_card(as_json: Json = False) -> None:
+    """The paper's models: parameters, layers, width, experts. Needs no weights."""
+    from moepress.paper.facts import card_table
+    from moepress.paper.facts import model_card as made
+
+    rows = made()
+    print_results(rows, [card_table(rows)], "", as_json)
+
+
+@app.command("hyper-parameters")
+def hyper_parameters(as_json: Json = False) -> None:
+    """Settings of training and compression. Needs nothing."""
+    from moepress.paper.facts import hyper_parameters as made
+    from moepress.paper.facts import hyper_table
+
+    rows = made()
+    print_results(rows, [hyper_table(rows)], "", as_json)
+
+
+def running_command(name: str) -> Callable[..., None]:
+    def command(
+        model: Model,
+        calibration: Calibration = None,
+        task: Tasks = None,
+        out: Annotated[Path, typer.Option("-o", "--out", help="Folder of the results.")] = Path("out/paper"),
+        batch_sizes: Annotated[str, typer.Option(help="Samples of a pass, with commas.")] = RUNNING[name].batch_sizes,
+        source: Annotated[int, typer.Option(min=1, help="Tokens that are read.")] = 329,
+        target: Annotated[int, typer.Option(min=1, help="Tokens that an encoder–decoder model writes.")] = 13,
+        repeats: Annotated[int, typer.Option(min=1, help="Timed passes of each model.")] = 5,
+        dense: Annotated[str | None, typer.Option(help="A dense model for a row of its own.")] = None,
+        keep: Keep = None,
+        samples: Samples = "256",
+        length: Length = 512,
+        rank: Rank = None,
+        device: Device = None,
+        as_json: Json = False,
+    ) -> None:
+        from moepress.paper.asked import Asked
+        from moepress.paper.costs import Running, measure_running, tables_of
+
+        asked = Asked(name, model, None, calibration, tuple(task or ()), keep=parse_keep(keep), length=length,
+                      samples=count("--samples", samples), dense=dense, rank=rank, device=device,
+                      judged=False)  # fmt: skip
+        given = Running(asked, numbers("--batch-sizes", batch_sizes), source, target, repeats)
+        with quiet_if(as_json):
+            data = measure_running(given, out)
+        print_results(data, tables_of(data), f"Written to {out / name}.json, .md and .png", as_json)
+
+    return command
+
+
+for name, running in RUNNING.items():
+    app.command(name, help=f"{running.title}. {running.needs}")(running_command(name))
+
+
+@app.command("merging-cost")
+def merging_cost(
+    model: Model,
+    calibration: Calibration = None,
+    task: Tasks = None,
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder of the results.")] = Path("out/paper"),
+    layers: Annotated[str, typer.Option(help="How many are merged, with commas. [default: 2,4,… all]")] = "",
+    keep: Keep = None,
+    samples: Samples = "256",
+    length: Length = 512,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Time and memory of alignment, grouping and averaging, by layers. Needs a model, and text or tasks to calibrate
+    on."""
+    from moepress.paper.asked import Asked
+    from moepress.paper.merging_cost import measure_merging, tables_of
+
+    asked = Asked("merging-cost", model, None, calibration, tuple(task or ()), keep=parse_keep(keep), length=length,
+                  samples=count("--samples", samples), device=device, judged=False)  # fmt: skip
+    with quiet_if(as_json):
+        data = measure_merging(asked, numbers("--layers", layers) if layers else (), out)
+    print_results(data, tables_of(data), f"Written to {out / 'merging-cost'}.json, .md and .png", as_json)
+
+
+def numbers(option: str, text: str) -> tuple[int, ...]:
+    return tuple(parse_int(option, part) for part in text.split(","))

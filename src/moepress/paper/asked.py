@@ -62,9 +62,17 @@ class Asked:
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Recipe entries that go over those of every row."""
     device: str | None = None
+    judged: bool = True
+    """Whether quality is measured; otherwise `text` is not needed."""
 
     def columns(self) -> list[Column]:
+        if not self.judged and not self.tasks and self.calibration is not None:
+            return [Column("text", self.calibration, self.calibration)]
         if self.text is None and not self.tasks:
+            if not self.judged:
+                raise MoepressError(
+                    "say what to calibrate on: --calibration FILE, or --task NAME (such as sst2@FOLDER)"
+                )
             raise MoepressError(
                 "say what to measure: --text FILE with --calibration FILE, or --task NAME (such as sst2@FOLDER)"
             )
@@ -103,7 +111,7 @@ class Asked:
         plain = Asked(self.table, self.model)
         words = [f"moepress paper {self.table} --model {self.model}"]
         words += [f"--task {task}" for task in self.tasks]
-        spoken = ("table", "model", "tasks", "changes")
+        spoken = ("table", "model", "tasks", "changes", "judged")
         for name in (own.name for own in fields(self) if own.name not in spoken):
             if getattr(self, name) != getattr(plain, name):
                 words.append(f"--{name.replace('_', '-')} {getattr(self, name)}")

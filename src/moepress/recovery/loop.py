@@ -22,7 +22,7 @@ from moepress.models.walk import CalibrationBatch, without_cache
 from moepress.progress import track
 from moepress.recovery.hook import TrainingHook
 from moepress.recovery.loss import all_finite, at_targets, cross_entropy, distillation
-from moepress.recovery.options import RecoverOptions, RecoverReport
+from moepress.recovery.options import BETAS, EPSILON, RecoverOptions, RecoverReport
 from moepress.recovery.parameters import Kept, checkpointed, trained_parameters
 from moepress.recovery.rows import Order, Row, digest, held_apart, rows_of, silent, targets, together
 from moepress.recovery.setup import make_accelerator, reported, shares, start_trackers
@@ -75,7 +75,7 @@ def recover(
         if teacher is not None:
             stack.enter_context(in_dtype(teacher, torch.float32 if options.teacher_dtype == "float32" else None))
         optimizer = torch.optim.AdamW(
-            parameters, options.rate, betas=(0.9, 0.98), eps=1e-6, weight_decay=options.weight_decay
+            parameters, options.rate, betas=BETAS, eps=EPSILON, weight_decay=options.weight_decay
         )
         prepared, optimizer = accelerator.prepare(student, optimizer)
         stack.callback(_release, accelerator, prepared, student)

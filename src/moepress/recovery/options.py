@@ -11,6 +11,8 @@ from moepress.registry import did_you_mean
 Objective = Literal["task", "text"]
 Train = Literal["all", "all-but-router", "moe", "experts", "router"]
 Precision = Literal["no", "bf16", "fp16"]
+BETAS, EPSILON = (0.9, 0.98), 1e-6
+"""Of AdamW, as in the MC-SMoE paper."""
 
 
 @dataclass(frozen=True)

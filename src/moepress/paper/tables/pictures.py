@@ -13,7 +13,7 @@ class Picture:
     decomposed: bool = False
     """Of MC-SMoE; otherwise of M-SMoE."""
     keep: float = 0.25
-    needs: str = "Figure. Needs a model, and text or tasks."
+    needs: str = "Figure. Needs a model, and text or tasks to calibrate on."
 
 
 PICTURES = {

@@ -39,8 +39,9 @@ class Watch:
         self._names: dict[int, str] = {}
         self._over = False
         self._thread = threading.Thread(target=self._lead if rank == 0 else self._follow, daemon=True)
+        self._before: Any = None
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, _told_to_end)
+            self._before = signal.signal(signal.SIGTERM, _told_to_end)
 
     def begin(self, first: Callable[[Any], Any]) -> None:
         """`first(value)` is what the first process says."""
@@ -63,6 +64,8 @@ class Watch:
 
     def end(self, error: BaseException | None) -> None:
         """This process leaves the others, which end if it does so with an error."""
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
         if self.rank == 0:
             self._over = True
             self._tell(LEFT if error is None else STOP)

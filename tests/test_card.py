@@ -149,6 +149,17 @@ def test_an_export_has_a_card_records_and_checksums(original: Path, tmp_path: Pa
     assert moepress.verify(tmp_path / "full").whole
 
 
+def test_an_export_of_what_has_no_records(original: Path, tmp_path: Path) -> None:
+    compact = made(original, tmp_path / "compact")
+    for record in ("report.json", "recipe.yaml", "plan.json"):
+        (compact / "moepress" / record).unlink()
+    moepress.export(compact, tmp_path / "vanilla")
+    assert "import moepress" not in (tmp_path / "vanilla" / CARD).read_text()
+    shutil.rmtree(compact / "moepress")
+    moepress.export(compact, tmp_path / "vanilla", overwrite=True)
+    assert moepress.verify(tmp_path / "vanilla").whole
+
+
 def test_recovery_builds_upon_the_card(original: Path, tmp_path: Path) -> None:
     student = made(original, tmp_path / "student")
     moepress.record_evaluation(student, {"perplexity": 12.25, "tokens": 7}, text="a.jsonl")

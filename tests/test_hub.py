@@ -86,6 +86,15 @@ def test_push_and_load_from_there(logged_in: Hub, output: Path, tmp_path: Path) 
     assert moepress.verify(shutil.copytree(cached, tmp_path / "copy")).whole
 
 
+def test_a_compact_output_on_the_hub_is_exported(logged_in: Hub, output: Path, tmp_path: Path) -> None:
+    """With the records and the card that it has there."""
+    moepress.push(output, "me/small")
+    moepress.export("me/small", tmp_path / "full", duplicate=True)
+    card = (tmp_path / "full" / CARD).read_text()
+    assert "`demo-moe`, made smaller by" in card and "no smaller" in card and "base_model: me/small" in card
+    assert moepress.verify(tmp_path / "full").whole
+
+
 def test_a_later_upload_leaves_no_old_weights(logged_in: Hub, output: Path) -> None:
     moepress.push(output, "me/small")
     files = logged_in.repositories["me/small"].branches["main"]

@@ -73,9 +73,9 @@ def write_export(
     before = records_in(source, compact=True)
     if before is not None:
         shutil.copytree(before, records, copy_function=shutil.copyfile, ignore=shutil.ignore_patterns(FIGURES, PAGE))
-        summary = json.loads((records / SUMMARY).read_text())
-        summary |= {"format": "vanilla", "after": sizes, "duplicated": duplicated}
-        (records / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
+        if (file := records / SUMMARY).is_file():  # what was only trained has none
+            summary = json.loads(file.read_text()) | {"format": "vanilla", "after": sizes, "duplicated": duplicated}
+            file.write_text(json.dumps(summary, indent=1) + "\n")
     records.mkdir(parents=True, exist_ok=True)
     write_card(folder, records, title, source_folder(source), hub_name(source))
     write_manifest(folder, records)
@@ -91,7 +91,7 @@ def records_in(source: AnyPath | None, compact: bool) -> Path | None:
     """Where `compress` or an earlier recovery has left its records."""
     if source is None:
         return None
-    records = Path(source) / RECORDS if compact else records_beside(source)
+    records = local_folder(source) / RECORDS if compact else records_beside(source)
     return records if records.is_dir() else None
 
 

@@ -58,6 +58,7 @@ def write_card(folder: Path, records: Path, title: str, source: Path | None = No
     if _architecture(config).endswith("ForCausalLM"):
         data.setdefault("pipeline_tag", "text-generation")
     known = read_records(records) if (records / SUMMARY).is_file() else None
+    original = base if known is None else kept.get("base_model") if ours else known.summary.get("base_model")
     trained = _json(records / TRAINING, [])
     tags = ["moepress", "mixture-of-experts"] + ["compressed"] * bool(known) + list(kept.get("tags") or []) * ours
     metadata = ModelCardData(library_name="transformers", tags=list(dict.fromkeys(tags)), **data)
@@ -65,7 +66,7 @@ def write_card(folder: Path, records: Path, title: str, source: Path | None = No
         f"---\n{metadata.to_yaml()}\n---\n",
         OURS,
         f"# {title}",
-        _first_words(known, trained, base if isinstance(base, str) else None),
+        _first_words(known, trained, original),
         *(_sizes(known) if known else []),
         "## Quality",
         f"{QUALITY}\n{_quality(known)}\n{END}",
@@ -123,11 +124,15 @@ def _of_source(source: Path | None) -> tuple[dict[str, Any], bool]:
 # ---- what it says ----------------------------------------------------------------------------------------------------
 
 
-def _first_words(known: Records | None, trained: list[dict[str, Any]], base: str | None) -> str:
+def _first_words(known: Records | None, trained: list[dict[str, Any]], base: Any) -> str:
     if known is None:
         student = public(trained[-1]["student"], base) if trained else "a model"
         return f"Made of {student} by `moepress` {__version__}."
-    name = f"[{base}](https://huggingface.co/{base})" if base else f"`{known.summary['model'] or 'a model in memory'}`"
+    name = (
+        f"[{base}](https://huggingface.co/{base})"
+        if isinstance(base, str)
+        else f"`{known.summary['model'] or 'a model in memory'}`"
+    )
     paper = METHODS.get(known.summary["method"]).paper if known.summary["method"] in METHODS.names() else ""
     linked = re.sub(r"([^,]+), (https://[^,\s]+)", r"[\1](\2)", paper)
     said = f"{name}, made smaller by `moepress` {known.summary['moepress']}. {lead_of(known)}"

@@ -27,6 +27,11 @@ TEXT = str(ASSETS / "demo-text.jsonl")
 FEW = {"calibration.samples": 8, "calibration.length": 64}
 KEEP = {"olmoe": 5}
 """Experts of 8 that stay, 4 otherwise."""
+REFUSALS = {
+    "vllm": "Unknown quantization method: moepress",
+    "llama.cpp": "Quant method is not yet supported: 'moepress'",
+}
+"""What each says about a compact checkpoint."""
 TRAINED = {"demo-moe": "prune-refit", "qwen3moe-tiny": "m-smoe"}
 
 
@@ -103,3 +108,25 @@ def test_llama_cpp(family: str, export: Export, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     run([sys.executable, HERE / "llama_convert.py", converter, made.folder, file])
     assert answers_of(["node", HERE / "llama_engine.mjs", node], [file], PROMPTS, NEW) == [made.expected]
+
+
+@pytest.fixture(scope="module")
+def compact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("compact") / "out"
+    with quiet(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moepress.api.draw_report", lambda records: records / "report.html")
+        moepress.compress(DEMO, out, method="m-smoe", keep=0.5, calibration=TEXT, **FEW)  # type: ignore[arg-type]
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", REFUSALS)
+def test_a_compact_checkpoint_is_refused_and_not_run_wrong(engine: str, compact: Path, tmp_path: Path) -> None:
+    command: list[Any]
+    if engine == "vllm":
+        command = [python_with("vllm", "MOEPRESS_VLLM_PYTHON"), HERE / "vllm_engine.py", tmp_path / "answers"]
+    else:
+        converter = folder_with("convert_hf_to_gguf.py", "MOEPRESS_LLAMA_CPP", "llama.cpp's converter")
+        command = [sys.executable, HERE / "llama_convert.py", converter, compact, tmp_path / "model.gguf"]
+    with pytest.raises(AssertionError, match=REFUSALS[engine]):  # what the program says when it ends
+        run(command, {"folders": [compact], "prompts": PROMPTS, "new": NEW})

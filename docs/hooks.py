@@ -278,6 +278,20 @@ def large_models() -> str:
     return "\n\n".join([*parts, measured])
 
 
+def quantised() -> str:
+    """KL of pruned and refitted quantised checkpoints beside that of their unpacked twins."""
+    saved = result("cpu/quantised.json")
+    rows = []
+    for row in saved["rows"]:
+        size = f"{row['bytes'] / 1e6:.1f} MB, {row['bytes_bf16'] / 1e6:.1f} in bf16"
+        rows.append([f"{row['format']}, not compressed", f"{row['kl']:.4f}", "", size])
+        for method in ("reap-all", "prune-refit"):
+            ours, twin = row[f"{method}, quantised"], row[f"{method}, unpacked"]
+            size = f"{ours['bytes'] / 1e6:.1f} MB, {twin['bytes'] / 1e6:.1f} in bf16"
+            rows.append([f"{row['format']}, `{method}`", f"{ours['kl']:.4f}", f"{twin['kl']:.4f}", size])
+    return table(["half of the experts", "KL", "KL of the unpacked twin", "size"], rows) + f"\n\n`{saved['command']}`"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "methods": methods,
     "method-details": method_details,
@@ -288,6 +302,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "kl": kl,
     "alignment": alignment,
     "large-models": large_models,
+    "quantised": quantised,
 }
 
 

@@ -103,7 +103,9 @@ def test_integers_are_read_as_compressed_tensors_reads_them(kind: str, model: Pa
 
 
 def test_what_is_read_is_near_what_was_quantised(kind: str, model: Path, tmp_path: Path) -> None:
-    before, after = load_model(tmp_path / "plain"), load_model(model)
+    before = load_model(tmp_path / "plain")
+    with pytest.warns(UserWarning, match="unpacked in memory: what is saved from there is not quantised"):
+        after = load_model(model)
     assert "quantization_config" not in after.config.to_dict()
     changed = 0
     for name, tensor in before.state_dict().items():

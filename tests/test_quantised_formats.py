@@ -58,6 +58,21 @@ def test_rounding_is_to_the_nearest(kind: str, seed: int, scale: float) -> None:
         assert bool((error <= values.abs() * 2**-4 * 1.001 + values.abs().max() * 2 / 448 * 2**-10).all())
 
 
+@pytest.mark.parametrize("kind", SHAPES)
+def test_in_pieces_it_is_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, types = packing(kind)
+    values = random(kind, 0, 1.0)
+    whole = storage.pack(values, types)
+    back = unpacked(storage, whole, values.shape)
+    for module in ("storage", "fp8", "mxfp4", "integers"):
+        for size in ("CHUNK", "PIECE"):
+            monkeypatch.setattr(f"moepress.checkpoint.quantised.{module}.{size}", 64, raising=False)
+    pieces = storage.pack(values, types)
+    assert whole.keys() == pieces.keys()
+    assert all(torch.equal(part.view(torch.uint8), pieces[role].view(torch.uint8)) for role, part in whole.items())
+    assert len(list(storage.unpack(whole))) > 1 and torch.equal(unpacked(storage, whole, values.shape), back)
+
+
 @given(seed=seeds, scale=scales)
 @settings(max_examples=20, deadline=None)
 def test_what_mxfp4_can_store_is_stored_exactly(seed: int, scale: float) -> None:

@@ -181,6 +181,8 @@ def load_model(
             weights.load([name for part in weights.parts for name in part.targets])
             del model.__dict__[MARK]
             files.close()
+            what = f"{source} is quantised ({files.description}) and unpacked in memory"
+            warnings.warn(f"{what}: what is saved from there is not quantised", stacklevel=2)
     for reason in repair(model):
         warnings.warn(reason, stacklevel=2)
     return model

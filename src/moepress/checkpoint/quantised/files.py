@@ -121,7 +121,7 @@ class QuantisedFiles(TensorFiles):
         for row in range(packed.shape[0]):
             stored = {role: self._raw.read_row(name, row) for role, name in packed.stored.items()}
             for place, values in self.storage.unpack(stored):
-                yield (row, place), values
+                yield (row, *place), values
 
     def close(self) -> None:
         self._raw.close()

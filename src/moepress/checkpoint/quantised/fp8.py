@@ -32,6 +32,7 @@ class BlockFp8(Storage):
         if config.get("activation_scheme", "dynamic") != "dynamic":
             raise MoepressError("its activations have stored scales (activation_scheme), which merging cannot keep")
         self.block = (block[0], block[1])
+        self.together = block[0]
         self.powers = config.get("scale_fmt") == "ue8m0"
         self.description = f"fp8 in blocks of {block[0]} x {block[1]}"
 
@@ -65,11 +66,11 @@ class BlockFp8(Storage):
             scale = scales[start : start + step].repeat_interleave(high, 0)[: place.stop - place.start]
             yield place, values[place].float().mul_(scale.repeat_interleave(wide, 1)[:, :columns])
 
-    def pack(self, values: Tensor, like: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    def pack_rows(self, values: Tensor, like: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
         """The largest number of each block becomes the largest that fp8 has."""
         rows, columns = values.shape
         high, wide = self.block
-        padded = torch.nn.functional.pad(values.float(), (0, -columns % wide, 0, -rows % high))
+        padded = torch.nn.functional.pad(values, (0, -columns % wide, 0, -rows % high))
         blocks = padded.reshape(len(padded) // high, high, -1, wide)
         largest = blocks.abs().amax((1, 3))
         factor = LARGEST / largest.masked_fill_(largest == 0, LARGEST)

@@ -84,13 +84,15 @@ class PackedIntegers(Storage):
             yield place, (grouped * scales[place, :, None].float()).flatten(1)
 
     def pack(self, values: Tensor, like: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+        return super().pack(values, like) | {"shape": torch.tensor(values.shape, dtype=like["shape"])}
+
+    def pack_rows(self, values: Tensor, like: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
         """Rounded to the nearest of the steps that span each group from end to end."""
         half = 2 ** (self.bits - 1)
-        grouped = values.float().unflatten(1, (1, -1) if self.group is None else (-1, self.group))
+        grouped = values.unflatten(1, (1, -1) if self.group is None else (-1, self.group))
         scales = (grouped.abs().amax(-1) / (half - 0.5)).to(like["scales"])
         scales = scales.masked_fill_(scales == 0, 1)
         numbers = (grouped / scales[..., None].float()).round().clamp_(-half, half - 1).flatten(1).long() + half
         shift = torch.arange(0, 32, self.bits)
         words = (numbers.unflatten(1, (-1, len(shift))) << shift).sum(-1)
-        shape = torch.tensor(values.shape, dtype=like["shape"])
-        return {"values": words.to(torch.int32), "scales": scales, "shape": shape}
+        return {"values": words.to(torch.int32), "scales": scales}

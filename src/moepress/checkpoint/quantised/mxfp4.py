@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moepress.checkpoint.headers import Header
-from moepress.checkpoint.quantised.storage import Packed, Storage, does_not_fit, tensor_of
+from moepress.checkpoint.quantised.storage import CHUNK, Packed, Storage, does_not_fit, tensor_of
 
 GROUP = 32
 BIAS = 127
@@ -49,14 +49,22 @@ class Mxfp4(Storage):
     def unpack(self, stored: Mapping[str, Tensor]) -> Iterator[tuple[Any, Tensor]]:
         """Of one expert."""
         bytes_RGb, scales_RG = stored["values"], stored["scales"]
-        numbers = torch.stack([NUMBERS[(bytes_RGb & 15).int()], NUMBERS[(bytes_RGb >> 4).int()]], dim=-1).flatten(-2)
-        values_RC = torch.ldexp(numbers, scales_RG[..., None].int() - BIAS).flatten(1)
-        yield ..., values_RC.T
+        step = max(CHUNK // max(scales_RG.shape[1] * GROUP, 1), 1)
+        for start in range(0, len(bytes_RGb), step):
+            some = slice(start, start + step)
+            halves = (bytes_RGb[some] & 15, bytes_RGb[some] >> 4)
+            numbers_RGn = torch.stack([NUMBERS[half.int()] for half in halves], dim=-1).flatten(-2)
+            values_RC = torch.ldexp(numbers_RGn, scales_RG[some, :, None].int() - BIAS).flatten(1)
+            yield (slice(None), some), values_RC.T
 
     def pack(self, values: Tensor, like: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-        """Of one expert. A group gets the exponent with which its largest number fits, or the one below, which cuts
-        that off and has finer steps for the others: whichever leaves the smaller squared error."""
-        x_RGn = values.T.float().reshape(values.shape[1], -1, GROUP)
+        """Of one expert."""
+        return super().pack(values.T, like)
+
+    def pack_rows(self, values: Tensor, like: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+        """A group gets the exponent with which its largest number fits, or the one below, which cuts that off and has
+        finer steps for the others: whichever leaves the smaller squared error."""
+        x_RGn = values.unflatten(1, (-1, GROUP))
         largest_RG = x_RGn.abs().amax(-1)
         fits_RG = torch.log2(largest_RG.clamp_min(2.0**-120) / POSITIVE[-1]).ceil().int().clamp_(1 - BIAS, BIAS)
         tried = [self._rounded(x_RGn, exponent_RG) for exponent_RG in (fits_RG, fits_RG - 1)]

@@ -18,6 +18,8 @@ from moepress.errors import MoepressError
 
 CHUNK = 1 << 22
 """Numbers that are unpacked at a time: what is in memory beside the tensor itself is a few times as many bytes."""
+PIECE = 1 << 20
+"""Numbers that are packed at a time, which takes more."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Storage(ABC):
 
     description: str
     """For people."""
+    together: int = 1
+    """So many rows share scales."""
     rows: ClassVar[bool] = False
     """Whether a tensor holds all experts of a layer, each apart from the others along the first axis."""
 
@@ -50,9 +54,15 @@ class Storage(ABC):
     def unpack(self, stored: Mapping[str, Tensor]) -> Iterator[tuple[Any, Tensor]]:
         """The values in float32, a piece at a time, each with its place (an index) in the tensor."""
 
-    @abstractmethod
     def pack(self, values: Tensor, like: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-        """Quantise a tensor; scales are of the type that those of the original have."""
+        """Quantise a matrix, some rows at a time; scales are of the type that those of the original have."""
+        step = max(PIECE // max(values.shape[1], 1) // self.together, 1) * self.together
+        parts = [self.pack_rows(rows.float(), like) for rows in values.split(step)]
+        return {role: torch.cat([part[role] for part in parts]) for role in parts[0]}
+
+    @abstractmethod
+    def pack_rows(self, values: Tensor, like: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+        """The same for some of its rows."""
 
 
 def tensor_of(header: Header, name: str, because: str) -> dict[str, Any]:

@@ -65,6 +65,7 @@ def measure_merging(asked: Asked, counts: tuple[int, ...], folder: str | os.Path
         "rows": {},
     }
     del model
+    stages(asked, column, 1, clock)  # what is compiled or loaded at first is nobody's cost
     for count in track(counts, asked.table):
         data["rows"][str(count)] = stages(asked, column, count, clock)
     write(Path(folder), asked.table, data, TITLE, tables_of(data), lambda file: draw(data, file))

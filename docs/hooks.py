@@ -234,6 +234,23 @@ def alignment() -> str:
     )
 
 
+def memory() -> str:
+    """Peak memory of compressing random checkpoints."""
+    rows, commands = [], []
+    gb = lambda size: f"{size / 1e9:.2f} GB"  # noqa: E731
+    for file in sorted((RESULTS / "cpu").glob("memory_*.json")):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        commands.append(f"- `{found['command']}`: `benchmarks/results/cpu/{file.name}`")
+        for row in found["rows"].values():
+            peak = "refused" if "refused" in row else gb(row["peak"])
+            floor = f"{row['read'] + row['forward']:.0f} s" if "read" in row else ""
+            may = row["budget"] or gb(row["allowed"])
+            cells = [row["shape"], gb(row["bytes"]), f"`{row['method']}`", may, peak, gb(row["program"])]
+            rows.append([*cells, f"{row['cpu']:.0f} s", floor])
+    head = ["shape", "checkpoint", "method", "may take", "peak", "of that, program", "CPU time", "floor"]
+    return table(head, rows) + "\n\nMade by:\n\n" + "\n".join(commands)
+
+
 CORES, PROCESSES = 512, 8
 """Of the machines that the table of large models is about."""
 
@@ -303,6 +320,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "alignment": alignment,
     "large-models": large_models,
     "quantised": quantised,
+    "memory": memory,
 }
 
 

@@ -309,6 +309,49 @@ def quantised() -> str:
     return table(["half of the experts", "KL", "KL of the unpacked twin", "size"], rows) + f"\n\n`{saved['command']}`"
 
 
+def layer_speed() -> str:
+    """All versions of one layer on a CPU core: their time as shares of two others in the same rounds."""
+    data = result("cpu/layer.json")
+    cases = [(tokens, dtype) for tokens in (8, 416) for dtype in data["settings"]["dtypes"]]
+    found = {(row["version"], row["tokens"], row["dtype"]): row for row in data["rows"]}
+    words = {row["version"]: row["words"] for row in data["rows"]}
+    rows = [
+        [text, *(f"{found[name, *case]['to_native']:.2f} / {found[name, *case]['to_dense']:.2f}" for case in cases)]
+        for name, text in words.items()
+    ]
+    columns = ["version", *(f"{tokens} tokens, {dtype}" for tokens, dtype in cases)]
+    return f"{table(columns, rows)}\n\n`{data['command']}`, on: {data['machine']['words']}."
+
+
+def model_speed() -> str:
+    data = result("cpu/model.json")
+    settings = data["settings"]
+    rows = [
+        [row["words"], f"{row['parameters'] / 1e6:.0f} M", f"{row['to_native']:.2f}", f"{row['to_dense']:.2f}"]
+        for row in data["rows"]
+        if row["batch"] == settings["batches"][0]
+    ]
+    columns = ["version", "parameters", "to all experts in transformers", "to dense"]
+    return f"{table(columns, rows)}\n\n`{data['command']}`, on: {data['machine']['words']}."
+
+
+def speed() -> str:
+    """In one sentence each."""
+    layer, merge = result("cpu/layer.json"), result("cpu/merge.json")
+    shares = {(row["version"], row["dtype"]): row for row in layer["rows"] if row["tokens"] == 416}
+    read = {row["dtype"]: row["to_read"] for row in merge["rows"] if row["way"] == "merge"}
+    merged = [f"{shares['m-smoe', dtype]['to_native']:.0%} ({dtype})" for dtype in layer["settings"]["dtypes"]]
+    small = [f"{shares['mc-smoe', dtype]['to_dense']:.0%} ({dtype})" for dtype in layer["settings"]["dtypes"]]
+    times = [f"{factor:.1f} times ({dtype})" for dtype, factor in read.items()]
+    return (
+        f"On one CPU core and 416 tokens, a Switch layer of {layer['settings']['experts']} experts merged to "
+        f"{layer['settings']['keep']} takes {' and '.join(merged)} of the time of transformers' layer with all "
+        f"experts; decomposed as well, {' and '.join(small)} of the time of a dense layer of one expert's size. "
+        f"Merging such a layer takes {' and '.join(times)} as long as reading its bytes from the page cache. "
+        "`moepress bench layer` and `merge`, files `benchmarks/results/cpu/`."
+    )
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "methods": methods,
     "method-details": method_details,
@@ -321,6 +364,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "large-models": large_models,
     "quantised": quantised,
     "memory": memory,
+    "speed": speed,
+    "layer-speed": layer_speed,
+    "model-speed": model_speed,
 }
 
 

@@ -24,9 +24,13 @@ def average_into(target: Tensor, tensors: list[Tensor], weights: list[float]) ->
     rows = max(1, BLOCK // max(1, target[:1].numel())) if target.device.type == "cpu" else max(1, len(target))
     for start in range(0, len(target), rows):
         part = target[start : start + rows]
-        total = part.zero_() if part.dtype == wide else torch.zeros_like(part, dtype=wide)
-        for tensor, weight in zip(tensors, weights, strict=True):
-            total.add_(tensor[start : start + rows].to(wide), alpha=weight)
+        total = part if part.dtype == wide else torch.empty_like(part, dtype=wide)
+        for i, (tensor, weight) in enumerate(zip(tensors, weights, strict=True)):
+            source = tensor[start : start + rows].to(wide)
+            if i == 0:
+                torch.mul(source, weight, out=total)
+            else:
+                total.add_(source, alpha=weight)
         if total is not part:
             part.copy_(total)
 

@@ -76,8 +76,12 @@ def components() -> str:
     for place, registry in PLACES.items():
         rows = []
         for name, cls in registry:
-            fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
-            parameters = ", ".join(f"`{field.name}={field.default!r}`" for field in fields)
+            own = (
+                {f.name: getattr(cls(), f.name) for f in dataclasses.fields(cls)}
+                if dataclasses.is_dataclass(cls)
+                else {}
+            )
+            parameters = ", ".join(f"`{field}={default!r}`" for field, default in own.items())
             rows.append([f"`{name}`", summary(cls), parameters or "–", paper(getattr(cls, "paper", "")) or "–"])
         parts += [f"### {place}", table(["name", "what it does", "parameters", "paper"], rows)]
     return "\n\n".join(parts)

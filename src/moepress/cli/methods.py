@@ -31,11 +31,12 @@ def methods(as_json: Json = False) -> None:
 
 
 def describe(cls: Any) -> dict[str, Any]:
-    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    # an instance, since some defaults are components themselves
+    parameters = dataclasses.asdict(cls()) if dataclasses.is_dataclass(cls) else {}
     return {
         "name": cls.name,
         "summary": " ".join((cls.__doc__ or "").split()),
-        "parameters": {field.name: field.default for field in fields},
+        "parameters": parameters,
         "presets": sorted(getattr(cls, "presets", {})),
         "paper": cls.paper,
     }

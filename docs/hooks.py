@@ -290,8 +290,9 @@ def large_models() -> str:
         ]
     settings = found["settings"]
     measured = (
-        f"{settings['samples']} samples of {settings['length']} tokens, half of the experts, float32 on CPUs. Measured "
-        f"rates: {rates['core'] / giga:.0f} GFLOP/s a core in large products, of which a run gets "
+        f"{settings['samples']} samples of {settings['length']} tokens, half of the experts, float32 on CPUs. Rates "
+        "measured on a virtual machine of two cores that had much other work, so that most others do better: "
+        f"{rates['core'] / giga:.0f} GFLOP/s a core in large products, of which a run gets "
         f"{100 * share:.0f} %; {rates['read'] / giga:.1f} GB/s read from disk; {rates['gloo'] / giga:.2f} GB of sums a "
         "second between two processes over gloo. In brackets: memory when activations wait on disk. Made by "
         "`python benchmarks/large_models.py`, file `benchmarks/results/cpu/large_models.json`."

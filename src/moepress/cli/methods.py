@@ -31,8 +31,10 @@ def methods(as_json: Json = False) -> None:
 
 
 def describe(cls: Any) -> dict[str, Any]:
-    # an instance, since some defaults are components themselves
-    parameters = dataclasses.asdict(cls()) if dataclasses.is_dataclass(cls) else {}
+    parameters = {}
+    if dataclasses.is_dataclass(cls):
+        make: Any = cls
+        parameters = dataclasses.asdict(make())  # made, since some defaults are components themselves
     return {
         "name": cls.name,
         "summary": " ".join((cls.__doc__ or "").split()),

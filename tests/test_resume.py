@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import multiprocessing
 import os
@@ -114,9 +115,10 @@ def survive(tmp_path: Path, model: Path, method: str, kills: int, seed: int) -> 
     expected = files_of(tmp_path / "undisturbed")
     draw = random.Random(seed)
     done, resumed = 0, 0
-    while done < kills:
-        out = tmp_path / f"out-{done}"
-
+    for attempt in itertools.count():
+        if done >= kills:
+            break
+        out = tmp_path / f"out-{attempt}"
         while not (out / "config.json").exists():
             work = {"model": model, "out": out, "resume": True, **given}
             if done >= kills:

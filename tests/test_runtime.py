@@ -20,7 +20,7 @@ from moepress.runtime.factored import FactoredBank
 from moepress.runtime.factors import ExpertFactors
 from moepress.runtime.fused import NAME, FusedBank
 from moepress.runtime.linear import linear
-from moepress.runtime.modules import ModuleBank
+from moepress.runtime.modules import ModuleBank, together_of
 from moepress.runtime.serve import Groups, combined, in_turn, serve, together
 
 from .families import WORKING, noisy
@@ -223,6 +223,20 @@ def test_columns_that_lie_evenly_are_not_copied() -> None:
     factors = decomposed("columns", 0)
     packed_ECO, index_EC = factors.matrix("up").even()
     assert packed_ECO.data_ptr() == factors.matrix("up").packed_Px.data_ptr() and index_EC.shape == (8, 0)
+
+
+def test_experts_that_lie_side_by_side_are_not_copied() -> None:
+    bank, _, experts = made("modules")
+    pieces = torch.stack([experts[f"expert_{e}"].wi.weight.data for e in range(8)])
+    for e in range(8):
+        experts[f"expert_{e}"].wi.weight.data = pieces[e]
+    weights = [module.wi.weight for module in bank.modules]
+    with torch.no_grad():
+        assert together_of(weights).data_ptr() == pieces.data_ptr()
+        assert torch.equal(together_of(weights), pieces)
+        assert together_of(weights[::-1]).data_ptr() != pieces.data_ptr()
+    together_of(weights).sum().backward()
+    assert all(torch.equal(weight.grad, torch.ones_like(weight)) for weight in weights)
 
 
 def test_offsets_are_read_again_when_they_change() -> None:

@@ -6,7 +6,6 @@ Shape suffixes: E physical experts, D width, F hidden units, n rows in the order
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,16 +28,16 @@ class ModuleBank:
     def experts(self) -> int:
         return len(self.modules)
 
-    @cached_property
+    @property
     def sizes(self) -> tuple[int, ...]:
         maps = [getattr(expert, name) for expert in self.modules for name in (self.first, self.second)]
         return tuple(maps[0].weight.shape) if all(plain(module) for module in (*self.modules, *maps)) else ()
 
     def one(self, e: int, x_nD: Tensor) -> Tensor:
         expert = self.modules[e]
-        if not self.sizes or expert.training:
-            return expert(x_nD)
         up, down = getattr(expert, self.first), getattr(expert, self.second)
+        if expert.training or not all(plain(module) for module in (expert, up, down)):
+            return expert(x_nD)
         h_nF = expert.act(linear(x_nD, up.weight, up.bias))
         return linear(h_nF.to(down.weight.dtype), down.weight, down.bias)
 
@@ -64,5 +63,7 @@ def plain(module: Any) -> bool:
 
 
 def together_of(tensors: list[Tensor]) -> Tensor:
-    """As one tensor with the experts as first axis. Without gradients a view, where they lie side by side."""
-    return torch.stack(tensors) if torch.is_grad_enabled() else stacked_in_place(tensors)
+    """As one tensor with the experts as first axis. A view where they lie side by side, but for gradients, which have
+    to find each of them, and torch.compile, which does not know where tensors lie."""
+    copied = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    return torch.stack(tensors) if copied else stacked_in_place(tensors)

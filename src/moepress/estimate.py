@@ -15,10 +15,12 @@ from transformers import PreTrainedModel
 
 from moepress.align import Pair, match
 from moepress.api import open_source
+from moepress.budget import need
+from moepress.checkpoint.paging import PagedWeights
 from moepress.checkpoint.sizes import human_size, predicted_sizes, sizes_of
 from moepress.data.batches import calibration_batches
 from moepress.decompose.options import shape_so_far
-from moepress.fit import average_experts, check_fit, check_gradients, check_smaller, skipped_layers
+from moepress.fit import average_experts, check_fit, check_gradients, check_smaller, needs_whole, skipped_layers
 from moepress.models.find import find_layers
 from moepress.models.inputs import ExpertInputs
 from moepress.models.layer import CompactSpec, MoELayer
@@ -87,15 +89,7 @@ def estimate(
         shift = getattr(loaded, "prepare_decoder_input_ids_from_labels", None)
         batches = calibration_batches(recipe.calibration, tokenizer, loaded.config, shift=shift)
     streams = 2 if recipe.component("refit.method").reference else 1
-    tokens = sum(int(keep.numel()) for batch in batches for keep in batch.keep.values())
-    carried = tokens * layers[0].bank.up_EFD.shape[2] * 4 * CARRIED * streams
-    largest = max(layer.expert_parameters for layer in layers) * 4
-    wide = calibration_dtype(recipe, layers[0].weights.device) is not None and loaded.dtype.itemsize == 2
-    widened = 2 * before.bytes if wide else before.bytes
     differentiated = bool(from_gradients(planner.needs)) + recipe.component("merge.operator").needs_fisher
-    gradients = 2 * 4 * sum(layer.expert_parameters for layer in layers) if differentiated else 0
-    if decomposition is not None:  # S and its gradients
-        gradients += 2 * 4 * sum(layer.expert_parameters for layer in layers)
     seconds = None
     if batches:
         passes = 0 if recipe.keeps_all else streams + recipe.sequential + BACKWARD * differentiated
@@ -112,8 +106,22 @@ def estimate(
         after.parameters,
         sum(counts[layer.name] for layer in layers if layer.name not in skipped) / (len(layers) - len(skipped)),
         seconds,
-        round(widened + carried + largest + gradients),
+        _memory(loaded, layers, recipe, batches),
     )
+
+
+def _memory(model: PreTrainedModel, layers: list[MoELayer], recipe: Recipe, batches: list[CalibrationBatch]) -> int:
+    """At its peak: of a model that is read layer by layer, or of one that is in memory as a whole, with gradients."""
+    weights = layers[0].weights
+    if isinstance(weights, PagedWeights) and not needs_whole(recipe, planner_of(recipe).needs):
+        return need(recipe, layers, weights, batches or None).total
+    tokens = sum(int(keep.numel()) for batch in batches for keep in batch.keep.values())
+    carried = tokens * layers[0].bank.up_EFD.shape[2] * 4 * CARRIED
+    wide = calibration_dtype(recipe, weights.device) is not None and model.dtype.itemsize == 2
+    stored, experts = sizes_of(model).bytes, sum(layer.expert_parameters for layer in layers)
+    # Gradients of the experts and their sums in float32; with a decomposition also S and its gradients.
+    gradients = (1 + (recipe.decomposition() is not None)) * 2 * 4 * experts
+    return stored * (2 if wide else 1) + carried + gradients
 
 
 def _one_pass(model: PreTrainedModel, batches: list[CalibrationBatch], layers: list[MoELayer], recipe: Recipe) -> float:

@@ -8,6 +8,8 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,25 @@ def fixtures() -> Path:
     if not (FIXTURES / "models").is_dir():
         pytest.skip(f"{ABSENT}: there is no folder {FIXTURES / 'models'} (set MOEPRESS_FIXTURES)")
     return FIXTURES
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """The command line in this process: (exit code, what it printed, what it said on the error stream)."""
+    from moepress.cli import main
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["moepress", *map(str, arguments)])
+        capsys.readouterr()  # what the test itself printed
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return call
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

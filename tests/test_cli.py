@@ -14,29 +14,12 @@ from pathlib import Path
 import pytest
 
 import moepress
-from moepress.cli import main
 from moepress.cli.output import print_table
 from moepress.plan import Plan
 
 ASSETS = Path(moepress.__file__).parent / "assets"
 MODEL, TEXT = str(ASSETS / "demo-moe"), str(ASSETS / "demo-text.jsonl")
 FEW = ["--samples", "4", "--length", "64"]
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["moepress", *map(str, arguments)])
-        code = 0
-        capsys.readouterr()  # what the test itself printed
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else 1
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return call
 
 
 def test_compress_evaluate_export_inspect(run, tmp_path):

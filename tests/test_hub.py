@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from huggingface_hub import constants
 import moepress
 from moepress.checkpoint.load import load_model
 from moepress.checkpoint.manifest import CARD
-from moepress.cli import main
 from moepress.errors import MoepressError
 from tests.clients.models import ASSETS, DEMO
 from tests.squeeze import assert_same_files, silent  # noqa: F401
@@ -48,22 +46,6 @@ def output(finished: Path, tmp_path: Path) -> Path:
 def logged_in(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
     monkeypatch.setenv("HF_TOKEN", "good")
     return hub
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["moepress", *map(str, arguments)])
-        capsys.readouterr()
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else 1
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return call
 
 
 # ---- uploads ---------------------------------------------------------------------------------------------------------

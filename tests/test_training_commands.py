@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 import moepress
 from moepress.checkpoint.load import load_model
-from moepress.cli import main
 from moepress.errors import MoepressError
 from moepress.recovery import TrainingHook
 from moepress.training import recover
@@ -31,24 +29,10 @@ def compact(tmp_path_factory):
     return out
 
 
-def command(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["moepress", *map(str, arguments)])
-    capsys.readouterr()
-    code = 0
-    try:
-        main()
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
-
-
-def test_recover_keeps_and_extends_the_records(compact, tmp_path, monkeypatch, capsys):
+def test_recover_keeps_and_extends_the_records(compact, tmp_path, run):
     out = tmp_path / "out"
     options = [word for name, value in SHORT.items() for word in (f"--{name.replace('_', '-')}", value)]
-    code, text, err = command(
-        monkeypatch, capsys, "recover", compact, "-o", out, "--teacher", MODEL, "--data", TEXT, *options, "--json"
-    )
+    code, text, err = run("recover", compact, "-o", out, "--teacher", MODEL, "--data", TEXT, *options, "--json")
     assert code == 0, err
     said = json.loads(text)
     assert said["report"]["steps"] == 4 and [step for step, _ in said["report"]["held_out"]] == [0, 2, 4]

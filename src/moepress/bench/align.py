@@ -7,7 +7,7 @@ one expert with noise and with their units in another order, as in a model that 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from moepress.align.costs import Units, fill_costs, squared_norms
 from moepress.align.solvers.auction import Auction, Run
 from moepress.bench.align_tables import drawing, tables_of
 from moepress.bench.results import Table, write
-from moepress.bench.timing import Clock, Timing, machine, machine_words, take_turns
-from moepress.errors import MoepressError
+from moepress.bench.side_by_side import device_of, known, record
+from moepress.bench.timing import Clock, Timing, take_turns
 from moepress.progress import track
 
 
@@ -59,34 +59,15 @@ class Settings:
     families: tuple[str, ...] = tuple(FAMILIES)
     seed: int = 0
 
-    def command(self, folder: Path) -> str:
-        plain = Settings()
-        given = {name: value for name, value in asdict(self).items() if value != getattr(plain, name)}
-        families = [f"--family {name}" for name in given.pop("families", ())]
-        options = [f"--{name.replace('_', '-')} {value}" for name, value in given.items()]
-        threads = f"OMP_NUM_THREADS={torch.get_num_threads()} " if self.device == "cpu" else ""
-        out = [] if folder.is_absolute() else [f"-o {folder}"]
-        return " ".join([f"{threads}moepress bench align", *options, *families, *out])
-
 
 def run(settings: Settings, folder: Path) -> tuple[dict[str, Any], list[Table]]:
     """Measure, and write align.json, align.md and align.png."""
-    for name in settings.families:
-        if name not in FAMILIES:
-            raise MoepressError(f"there are no experts of kind {name!r}: known are {', '.join(FAMILIES)}")
-    if settings.device.startswith("cuda") and not torch.cuda.is_available():
-        raise MoepressError("there is no CUDA device here: use --device cpu")
-    clock = Clock.on(torch.device(settings.device))
-    described = machine(clock.device)
-    data: dict[str, Any] = {
-        "benchmark": "align",
-        "command": settings.command(folder),
-        "machine": described | {"words": machine_words(described)},
-        "clock": clock.words,
-        "settings": asdict(settings),
-        "layer": {name: measure_layer(name, settings, clock) for name in track(settings.families, "layer")},
-        "model": {},
-    }
+    known(settings.families, FAMILIES, "kind of experts")
+    settings = replace(settings, reference=min(settings.reference, settings.count))
+    clock = Clock.on(device_of(settings.device))
+    layers = {name: measure_layer(name, settings, clock) for name in track(settings.families, "layer")}
+    lists = {"families": "--family"}
+    data = record("align", settings, folder, lists, clock.device, layer=layers, model={})
     if settings.model_problems:
         data["model"] = {name: measure_model(name, settings, clock) for name in track(settings.families, "model")}
     tables = tables_of(data)

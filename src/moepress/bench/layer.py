@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from moepress.bench.results import Table, write
-from moepress.bench.side_by_side import as_graph, bars, command, device_of, dtype_of, known, on_inputs
-from moepress.bench.timing import Clock, Timing, machine, machine_words, take_turns
+from moepress.bench.side_by_side import as_graph, bars, device_of, dtype_of, known, on_inputs, record
+from moepress.bench.timing import Clock, Timing, take_turns
 from moepress.bench.versions import SAME, VERSIONS, Squeeze, on_device, relative, switch_block
 from moepress.progress import track
 
@@ -44,17 +44,8 @@ class Settings:
 
 def run(settings: Settings, folder: Path) -> tuple[dict[str, Any], list[Table]]:
     """Measure, and write layer.json, layer.md and layer.png."""
-    records = measure(settings)
-    clock = Clock.on(device_of(settings.device))
-    described = machine(clock.device)
-    data = {
-        "benchmark": "layer",
-        "command": command("layer", settings, folder, {"tokens": "--tokens", "dtypes": "--dtype", "only": "--only"}),
-        "machine": described | {"words": machine_words(described)},
-        "clock": clock.words,
-        "settings": asdict(settings),
-        "rows": records,
-    }
+    lists = {"tokens": "--tokens", "dtypes": "--dtype", "only": "--only"}
+    data = record("layer", settings, folder, lists, device_of(settings.device), rows=measure(settings))
     tables = tables_of(data)
     title = f"A Switch layer of {settings.experts} experts, {settings.keep} of them kept"
     write(folder, "layer", data, title, tables, drawing(data))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moepress.align import ALIGNMENTS, SOLVERS
 from moepress.bench.results import Table, write
-from moepress.bench.side_by_side import bars, command, dtype_of
-from moepress.bench.timing import Clock, Timing, machine, machine_words, take_turns
+from moepress.bench.side_by_side import bars, dtype_of, record
+from moepress.bench.timing import Clock, Timing, take_turns
 from moepress.bench.versions import Squeeze, on_device, shared_copy, switch_block
 from moepress.checkpoint.files import TensorFiles
 from moepress.checkpoint.headers import read_headers
@@ -52,17 +52,8 @@ WORDS = {
 
 def run(settings: Settings, folder: Path) -> tuple[dict[str, Any], list[Table]]:
     """Measure, and write merge.json, merge.md and merge.png."""
-    records = measure(settings)
-    clock = Clock.on(torch.device("cpu"))
-    described = machine(clock.device)
-    data = {
-        "benchmark": "merge",
-        "command": command("merge", settings, folder, {"dtypes": "--dtype"}),
-        "machine": described | {"words": machine_words(described)},
-        "clock": clock.words,
-        "settings": asdict(settings) | {"folder": None},
-        "rows": records,
-    }
+    lists = {"dtypes": "--dtype"}
+    data = record("merge", settings, folder, lists, torch.device("cpu"), rows=measure(settings))
     tables = [table_of(data)]
     title = f"Merging {settings.experts} experts of a Switch layer into {settings.keep}"
     write(folder, "merge", data, title, tables, drawing(data))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from moepress.bench.results import Table, write
-from moepress.bench.side_by_side import bars, command, device_of, dtype_of, known, on_inputs
-from moepress.bench.timing import Clock, Timing, machine, machine_words, take_turns
+from moepress.bench.side_by_side import bars, device_of, dtype_of, known, on_inputs, record
+from moepress.bench.timing import Clock, Timing, take_turns
 from moepress.bench.versions import SAME, VERSIONS, Squeeze, on_device, relative, shared_copy
 from moepress.errors import MoepressError
 from moepress.progress import track
@@ -54,17 +54,8 @@ class Settings:
 
 def run(settings: Settings, folder: Path) -> tuple[dict[str, Any], list[Table]]:
     """Measure, and write model.json, model.md and model.png."""
-    records = measure(settings)
-    clock = Clock.on(device_of(settings.device))
-    described = machine(clock.device)
-    data = {
-        "benchmark": "model",
-        "command": command("model", settings, folder, {"batches": "--batch", "dtypes": "--dtype", "only": "--only"}),
-        "machine": described | {"words": machine_words(described)},
-        "clock": clock.words,
-        "settings": asdict(settings),
-        "rows": records,
-    }
+    lists = {"batches": "--batch", "dtypes": "--dtype", "only": "--only"}
+    data = record("model", settings, folder, lists, device_of(settings.device), rows=measure(settings))
     tables = tables_of(data)
     write(folder, "model", data, "A whole Switch Transformer, random weights", tables, drawing(data))
     return data, tables

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moepress.bench.timing import human_seconds
+from moepress.bench.timing import Clock, human_seconds, machine, machine_words
 from moepress.errors import MoepressError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -30,6 +30,20 @@ def command(name: str, settings: Any, folder: Path, lists: dict[str, str]) -> st
     threads = f"OMP_NUM_THREADS={torch.get_num_threads()} " if settings.device == "cpu" else ""
     out = [] if folder.is_absolute() else [f"-o {folder}"]
     return " ".join([f"{threads}moepress bench {name}", *words, *out])
+
+
+def record(
+    name: str, settings: Any, folder: Path, lists: dict[str, str], device: torch.device, **found: Any
+) -> dict[str, Any]:
+    """What a benchmark writes down: how it is made again, where it ran, what it found."""
+    described = machine(device)
+    return {
+        "benchmark": name,
+        "command": command(name, settings, folder, lists),
+        "machine": described | {"words": machine_words(described)},
+        "clock": Clock.on(device).words,
+        "settings": asdict(settings),
+    } | found
 
 
 def device_of(name: str) -> torch.device:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,6 +29,33 @@ FOLDER = Path("out/bench")
 app = typer.Typer(no_args_is_help=True, help="Measure moepress against what it replaces.", rich_markup_mode=None)
 
 
+LISTS = {
+    "batch": "batches",
+    "budget": "budgets",
+    "dtype": "dtypes",
+    "family": "families",
+    "method": "methods",
+    "only": "only",
+    "shape": "shapes",
+    "tokens": "tokens",
+}
+"""Options that may be repeated, and what the settings call them."""
+
+
+def run(benchmark: str, given: dict[str, Any]) -> None:
+    """Run one with the options that its command was given, and print what it found."""
+    module = import_module(f"moepress.bench.{benchmark}")
+    out, as_json = given.pop("out"), given.pop("as_json")
+    lists = {name: LISTS[name] for name in given if name in LISTS}
+    chosen = {name: value for name, value in given.items() if name not in lists}
+    chosen |= {entry: tuple(given[name]) for name, entry in lists.items() if given[name]}
+    if chosen.get("folder") is not None:
+        chosen["folder"] = str(chosen["folder"])
+    with quiet_if(as_json):
+        data, tables = module.run(module.Settings(**chosen), out)
+    print_results(data, tables, f"Written to {out}", as_json)
+
+
 @app.callback()
 def options() -> None:
     pass
@@ -35,14 +63,12 @@ def options() -> None:
 
 @app.command()
 def align(
-    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for align.json, align.md and align.png.")] = Path(
-        "out/bench"
-    ),
-    hidden: Annotated[int, typer.Option(min=1, help="Hidden units of an expert.")] = 3072,
-    width: Annotated[int, typer.Option(min=1, help="Input width of an expert.")] = 768,
+    out: Out = FOLDER,
+    hidden: Hidden = 3072,
+    width: Width = 768,
     count: Annotated[int, typer.Option(min=1, help="Experts of a layer that are aligned to another one.")] = 24,
     reference: Annotated[int, typer.Option(min=1, help="How many of them SciPy solves in a round.")] = 8,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds.")] = 3,
+    repeats: Repeats = 3,
     family: Annotated[
         list[str] | None, typer.Option(help="Only these experts: iid, lognormal, upcycled-1, upcycled-3.")
     ] = None,
@@ -50,35 +76,17 @@ def align(
     model_problems: Annotated[
         int, typer.Option(min=0, help="Also this many problems as one model (264: switch-base-32).")
     ] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Of the experts.")] = 0,
+    device: Device = "cpu",
+    seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """Align the experts of a layer. With SciPy as in the paper's code, and with ours."""
-    from moepress.bench.align import FAMILIES, Settings, run
-
-    settings = Settings(
-        hidden=hidden,
-        width=width,
-        count=count,
-        reference=min(reference, count),
-        repeats=repeats,
-        device=device,
-        solver=solver,
-        model_problems=model_problems,
-        families=tuple(family or FAMILIES),
-        seed=seed,
-    )
-    with quiet_if(as_json):
-        data, tables = run(settings, out)
-    print_results(data, tables, f"Written to {out}", as_json)
+    run("align", locals())
 
 
 @app.command()
 def memory(
-    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for memory.json, memory.md and memory.png.")] = Path(
-        "out/bench"
-    ),
+    out: Out = FOLDER,
     shape: Annotated[list[str] | None, typer.Option(help="switch (switch-base-32 at 4 GB), qwen3-moe.")] = None,
     size: Annotated[str, typer.Option(help="Of the random checkpoint, about.")] = "4GB",
     method: Annotated[list[str] | None, typer.Option(help="See `moepress methods`. [default: auto]")] = None,
@@ -95,24 +103,7 @@ def memory(
     as_json: Json = False,
 ) -> None:
     """Peak memory and time of compressing a random checkpoint. Of any size."""
-    from moepress.bench.memory import Settings, run
-
-    settings = Settings(
-        shapes=tuple(shape or Settings.shapes),
-        size=size,
-        methods=tuple(method or Settings.methods),
-        budgets=tuple(budget or ()),
-        keep=keep,
-        samples=samples,
-        length=length,
-        batch_size=batch_size,
-        floor=floor,
-        folder=None if folder is None else str(folder),
-        seed=seed,
-    )
-    with quiet_if(as_json):
-        data, tables = run(settings, out)
-    print_results(data, tables, f"Written to {out}", as_json)
+    run("memory", locals())
 
 
 @app.command()
@@ -134,26 +125,7 @@ def layer(
     as_json: Json = False,
 ) -> None:
     """One Switch layer. In transformers' versions and in moepress', beside a dense layer."""
-    from moepress.bench.layer import Settings, run
-
-    settings = Settings(
-        width=width,
-        hidden=hidden,
-        experts=experts,
-        keep=keep,
-        rank=rank,
-        ratio=ratio,
-        tokens=tuple(tokens or Settings.tokens),
-        dtypes=tuple(dtype or Settings.dtypes),
-        only=tuple(only or ()),
-        repeats=repeats,
-        calls=calls,
-        device=device,
-        seed=seed,
-    )
-    with quiet_if(as_json):
-        data, tables = run(settings, out)
-    print_results(data, tables, f"Written to {out}", as_json)
+    run("layer", locals())
 
 
 @app.command()
@@ -180,31 +152,7 @@ def model(
     as_json: Json = False,
 ) -> None:
     """A whole Switch Transformer with random weights. In transformers' versions and in moepress', beside a dense T5."""
-    from moepress.bench.model import Settings, run
-
-    settings = Settings(
-        width=width,
-        hidden=hidden,
-        heads=heads,
-        layers=layers,
-        vocabulary=vocabulary,
-        experts=experts,
-        keep=keep,
-        rank=rank,
-        ratio=ratio,
-        skipped=skipped,
-        batches=tuple(batch or Settings.batches),
-        source=source,
-        target=target,
-        dtypes=tuple(dtype or Settings.dtypes),
-        only=tuple(only or ()),
-        repeats=repeats,
-        device=device,
-        seed=seed,
-    )
-    with quiet_if(as_json):
-        data, tables = run(settings, out)
-    print_results(data, tables, f"Written to {out}", as_json)
+    run("model", locals())
 
 
 @app.command()
@@ -221,18 +169,4 @@ def merge(
     as_json: Json = False,
 ) -> None:
     """Merge the experts of one layer. Beside reading their bytes from the page cache."""
-    from moepress.bench.merge import Settings, run
-
-    settings = Settings(
-        width=width,
-        hidden=hidden,
-        experts=experts,
-        keep=keep,
-        dtypes=tuple(dtype or Settings.dtypes),
-        repeats=repeats,
-        folder=None if folder is None else str(folder),
-        seed=seed,
-    )
-    with quiet_if(as_json):
-        data, tables = run(settings, out)
-    print_results(data, tables, f"Written to {out}", as_json)
+    run("merge", locals())

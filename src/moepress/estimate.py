@@ -65,13 +65,14 @@ class Estimate:
 def estimate(
     model: str | os.PathLike[str], recipe: Recipe, *, trust_remote_code: bool = False, revision: str | None = None
 ) -> Estimate:
-    loaded, tokenizer, _ = open_source(model, None, None, trust_remote_code, revision, paged=True)
+    planner = planner_of(recipe)
+    paged = not needs_whole(recipe, planner.needs)
+    loaded, tokenizer, _ = open_source(model, None, None, trust_remote_code, revision, paged=paged)
     layers = find_layers(loaded)
     check_fit(recipe, layers)
     check_smaller(recipe, loaded, layers)
     skipped = skipped_layers(recipe, loaded, layers)
     average = average_experts(recipe, loaded, layers, skipped)
-    planner = planner_of(recipe)
     counts = {layer.name: layer.num_experts for layer in layers}
     if not recipe.keeps_all:
         counts = planner.check(facts_of(layers, Statistics(), recipe), skipped, average)
@@ -113,7 +114,7 @@ def estimate(
 def _memory(model: PreTrainedModel, layers: list[MoELayer], recipe: Recipe, batches: list[CalibrationBatch]) -> int:
     """At its peak: of a model that is read layer by layer, or of one that is in memory as a whole, with gradients."""
     weights = layers[0].weights
-    if isinstance(weights, PagedWeights) and not needs_whole(recipe, planner_of(recipe).needs):
+    if isinstance(weights, PagedWeights):
         return need(recipe, layers, weights, batches or None).total
     tokens = sum(int(keep.numel()) for batch in batches for keep in batch.keep.values())
     carried = tokens * layers[0].bank.up_EFD.shape[2] * 4 * CARRIED

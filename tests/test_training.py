@@ -260,13 +260,21 @@ def test_a_student_that_is_broken_already():
 # ---- trackers and options ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["DistributedType.FSDP", "DistributedType.DEEPSPEED", "DistributedType.MEGATRON_LM"])
-def test_sharded_training_is_refused(kind):
+@pytest.mark.parametrize(
+    ("kind", "version"),
+    [("DistributedType.FSDP", 1), ("DistributedType.DEEPSPEED", None), ("DistributedType.MEGATRON_LM", None)],
+)
+def test_only_one_way_of_splitting_a_model(kind, version, monkeypatch):
     from moepress.recovery.setup import check_kind
 
     check_kind("DistributedType.MULTI_CPU")
-    with pytest.raises(MoepressError, match="FSDP, DeepSpeed and Megatron are not supported"):
-        check_kind(kind)
+    check_kind("DistributedType.FSDP", 2)
+    with pytest.raises(MoepressError, match="with FSDP2 only; FSDP1, DeepSpeed and Megatron are not supported"):
+        check_kind(kind, version)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    check_kind("DistributedType.FSDP", 2)
+    with pytest.raises(MoepressError, match="accelerate leaves it out on CPUs"):
+        check_kind("DistributedType.MULTI_CPU")
 
 
 def test_unknown_and_absent_trackers():

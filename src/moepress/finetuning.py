@@ -20,6 +20,7 @@ from moepress.errors import MoepressError
 from moepress.evaluation import task_metrics
 from moepress.recovery import RecoverReport
 from moepress.recovery import recover as train
+from moepress.recovery.sharding import load_everywhere
 from moepress.training import (
     AnyPath,
     Recovered,
@@ -94,6 +95,7 @@ def finetune(
     source = None if isinstance(model, PreTrainedModel) else model
     state = None if out is None else claim(out, overwrite, source, resume)
     tried = Search(state, values, resume)
+    load_everywhere()
     loaded, tokenizer, _ = open_source(model, tokenizer, None, False, None)
     learnt, judged = read(None, task, samples, length, tokenizer, loaded, asked[0])
     chosen, examples = task_examples(name, "validation", folder or None)

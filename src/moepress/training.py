@@ -27,6 +27,7 @@ from moepress.models.visit import CalibrationBatch
 from moepress.records import records_in, write_training
 from moepress.recovery import RecoverOptions, RecoverReport
 from moepress.recovery import recover as train
+from moepress.recovery.sharding import load_everywhere
 from moepress.recovery.state import check_state
 from moepress.registry import did_you_mean
 from moepress.report import RECORDS, records_beside
@@ -81,6 +82,7 @@ def recover(
         raise MoepressError("distillation needs a teacher; without one use a task and alpha=0")
     source = None if isinstance(student, PreTrainedModel) else student
     state = None if out is None else claim(out, overwrite, source, resume)
+    load_everywhere()
     loaded, tokenizer, _ = open_source(student, tokenizer, None, False, None)
     original = None if teacher is None else open_source(teacher, None, None, False, None)[0]
     learnt, judged = read(data, task, samples, length, tokenizer, loaded, chosen)

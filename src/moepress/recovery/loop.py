@@ -6,6 +6,7 @@ import math
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from moepress.progress import track
 from moepress.recovery.hook import TrainingHook
 from moepress.recovery.loss import all_finite, at_targets, cross_entropy, distillation
 from moepress.recovery.options import BETAS, EPSILON, RecoverOptions, RecoverReport
-from moepress.recovery.parameters import Kept, checkpointed, trained_parameters
+from moepress.recovery.parameters import Kept, checkpointed, local, trained_parameters
 from moepress.recovery.rows import Order, Row, digest, held_apart, rows_of, silent, targets, together
-from moepress.recovery.setup import make_accelerator, reported, shares, start_trackers
+from moepress.recovery.setup import make_accelerator, reported, shared, shares, start_trackers
+from moepress.recovery.sharding import check_alike, check_sharding, gather_into, shard
 from moepress.recovery.state import Progress, SavedState, check_state
 from moepress.recovery.teacher import Answers, Live, Remembered
 
@@ -61,31 +63,42 @@ def recover(
         judged = rows_of(held_out, options.objective)
     parameters = trained_parameters(student, options.train)
     accelerator = make_accelerator(options)
-    for given in (student, teacher):
-        if given is not None and not hasattr(given, "hf_device_map"):
+    split = bool(accelerator.is_fsdp2)
+    if split:
+        check_sharding(accelerator, student, hooks)
+    here = [model for model in (None if split else student, teacher) if model is not None]
+    for given in here:
+        if not hasattr(given, "hf_device_map"):
             given.to(accelerator.device)  # type: ignore[arg-type]
+    optimize = partial(torch.optim.AdamW, lr=options.rate, betas=BETAS, eps=EPSILON, weight_decay=options.weight_decay)
     with ExitStack() as stack:
-        for model in filter(None, (student, teacher)):
+        for model in here:
             stack.enter_context(without_cache(model))
             stack.enter_context(quickest_experts(model, accelerator.device))
-        stack.enter_context(in_dtype(student, torch.float32))
-        stack.enter_context(only_training(student, parameters))
-        if options.checkpointing:
-            stack.enter_context(checkpointed(student))
         if teacher is not None:
             stack.enter_context(in_dtype(teacher, torch.float32 if options.teacher_dtype == "float32" else None))
-        optimizer = torch.optim.AdamW(
-            parameters, options.rate, betas=BETAS, eps=EPSILON, weight_decay=options.weight_decay
-        )
-        prepared, optimizer = accelerator.prepare(student, optimizer)
+        if split:
+            check_alike(accelerator, student, "student")
+            if teacher is not None:
+                check_alike(accelerator, teacher, "teacher")
+            prepared, optimizer = shard(accelerator, student, options.train, options.checkpointing, optimize)
+        else:
+            stack.enter_context(in_dtype(student, torch.float32))
+            stack.enter_context(only_training(student, parameters))
+            if options.checkpointing:
+                stack.enter_context(checkpointed(student))
+            prepared, optimizer = accelerator.prepare(student, optimize(parameters))
         stack.callback(_release, accelerator, prepared, student)
         training = Training(accelerator, prepared, optimizer, rows, judged, options, hooks)
         if teacher is not None:
-            place = Path(state) if state else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            place = Path(state or shared(accelerator, stack.enter_context(tempfile.TemporaryDirectory())))
             training.teach(teacher, place / "teacher")
         if state is not None:
             training.keep_in(Path(state), resume)
-        return training.run()
+        report = training.run()
+        if split:
+            gather_into(student, prepared)
+        return report
 
 
 def _release(accelerator: Any, prepared: Any, student: PreTrainedModel) -> None:
@@ -144,6 +157,8 @@ class Training:
     def keep_in(self, folder: Path, resume: bool) -> None:
         shapes = [tuple(parameter.shape) for parameter in self.parameters]
         asked = self.options.decisive() | {"data": digest(self.rows), "trained": str(shapes)}
+        if self.accelerator.is_fsdp2:
+            asked["sharding"] = f"FSDP2, {self.accelerator.state.fsdp_plugin.state_dict_type.name}"
         self.saved = SavedState(folder, asked, self.accelerator, self.progress, self.hooks)
         self.saved.begin(resume, self.best)
 
@@ -166,7 +181,7 @@ class Training:
                 self.look()
             if self.saved is not None and step % options.save_every == 0 and step < options.steps:
                 self.saved.save(self.best)
-        if self.report.stopped is None and not all_finite(self.parameters):  # nobody has seen the last update yet
+        if self.report.stopped is None and not self.finite():  # nobody has seen the last update yet
             self.report.stopped = "the last update made weights that are not finite"
             self.good.restore()
         if self.report.best is not None and self.report.best != progress.step:
@@ -259,6 +274,11 @@ class Training:
             loss, kl = self.losses(group, batch)
             sums += torch.stack([loss.double().cpu(), kl.double().cpu()])
         return float(self.summed(sums)[0] / tokens)
+
+    def finite(self) -> bool:
+        """Whether all weights are, in every process."""
+        bad = torch.tensor([float(not all_finite(map(local, self.parameters)))])
+        return not float(self.summed(bad))
 
     def summed(self, sums: Tensor) -> Tensor:
         return self.accelerator.reduce(sums.to(self.accelerator.device), "sum").cpu()

@@ -58,8 +58,13 @@ def checkpointed(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def local(parameter: Tensor) -> Tensor:
+    """The part of a parameter that this process holds: all of it, if it is not split over processes."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter  # type: ignore[no-any-return]
+
+
 class Kept:
-    """A copy of the trained weights as they were at some time."""
+    """A copy of the trained weights as they were at some time; of split weights, of this process's part."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -68,12 +73,12 @@ class Kept:
     @torch.no_grad()
     def save(self) -> None:
         if self.copies is None:
-            self.copies = [parameter.detach().clone() for parameter in self.parameters]
+            self.copies = [local(parameter.detach()).clone() for parameter in self.parameters]
         for copy, parameter in zip(self.copies, self.parameters, strict=True):
-            copy.copy_(parameter)
+            copy.copy_(local(parameter))
 
     @torch.no_grad()
     def restore(self) -> None:
         assert self.copies is not None
         for copy, parameter in zip(self.copies, self.parameters, strict=True):
-            parameter.copy_(copy)
+            local(parameter).copy_(copy)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from moepress.errors import MoepressError
 from moepress.recovery.options import RecoverOptions
 from moepress.recovery.rows import Row
+from moepress.recovery.sharding import load_everywhere
 from moepress.registry import did_you_mean
 
 
@@ -19,6 +21,7 @@ def make_accelerator(options: RecoverOptions) -> Any:
         raise MoepressError("recovery needs the accelerate package: pip install accelerate") from None
     check_trackers(options)
     forget_settings()
+    load_everywhere()
     accelerator = Accelerator(
         mixed_precision=options.mixed_precision,
         cpu=options.cpu,
@@ -30,7 +33,8 @@ def make_accelerator(options: RecoverOptions) -> Any:
         log_with=list(options.trackers) or None,
         project_dir=options.log_dir,
     )
-    check_kind(str(accelerator.distributed_type))
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    check_kind(str(accelerator.distributed_type), getattr(plugin, "fsdp_version", None))
     parts = accelerator.num_processes * options.accumulate
     if options.batch_size % parts:
         raise MoepressError(
@@ -40,21 +44,35 @@ def make_accelerator(options: RecoverOptions) -> Any:
     return accelerator
 
 
-def check_kind(kind: str) -> None:
-    """Sharded weights would have to be put together again before anything can be kept or written."""
-    if any(name in kind.upper() for name in ("FSDP", "DEEPSPEED", "MEGATRON")):
+def check_kind(kind: str, fsdp_version: int | None = None) -> None:
+    """Refuse the kinds of training that recovery cannot put together again, and sharding that would be left out."""
+    kind = kind.upper()
+    if any(name in kind for name in ("DEEPSPEED", "MEGATRON")) or ("FSDP" in kind and fsdp_version != 2):
         raise MoepressError(
-            "recovery trains on one process or on several with a whole copy of the model each (DDP); FSDP, DeepSpeed "
-            "and Megatron are not supported: launch it with `accelerate launch --multi_gpu`"
+            "recovery splits a model with FSDP2 only; FSDP1, DeepSpeed and Megatron are not supported: launch it with "
+            "`accelerate launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP`"
+        )
+    if "FSDP" not in kind and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        raise MoepressError(
+            "FSDP was asked for, and accelerate leaves it out on CPUs: launch recovery without it there"
         )
 
 
 def forget_settings() -> None:
     """accelerate keeps the settings of the first training in a process: a later one may have others. Processes stay
     connected."""
-    from accelerate.state import AcceleratorState
+    from accelerate.state import AcceleratorState, PartialState
 
-    AcceleratorState._reset_state()
+    # Of FSDP accelerate makes a note in both, and would not set it up again.
+    split = "FSDP" in str(PartialState._shared_state.get("distributed_type"))
+    AcceleratorState._reset_state(reset_partial_state=split)
+
+
+def shared(accelerator: Any, value: str) -> str:
+    """What the first process says."""
+    from accelerate.utils import broadcast_object_list
+
+    return str(broadcast_object_list([value])[0]) if accelerator.num_processes > 1 else value
 
 
 def check_trackers(options: RecoverOptions) -> None:

@@ -49,13 +49,18 @@ class SavedState:
                 raise MoepressError(f"{type(part).__name__} has no state_dict, so that training cannot go on with it")
             accelerator.register_for_checkpointing(part)
 
+    @property
+    def best_file(self) -> str:
+        """Of split weights, every process keeps its own part."""
+        return f"{self.accelerator.process_index}-{BEST}" if self.accelerator.is_fsdp2 else BEST
+
     def begin(self, resume: bool, best: Kept) -> None:
         """Load the newest state, if there is one and `resume` says so; otherwise claim the folder."""
         newest = check_state(self.folder, self.asked, resume)
         self.accelerator.wait_for_everyone()
         if newest is not None:
             self.accelerator.load_state(str(newest))
-            file = newest / BEST
+            file = newest / self.best_file
             if file.exists():
                 best.save()
                 for copy, saved in zip(best.copies or [], torch.load(file, weights_only=True), strict=True):
@@ -74,8 +79,8 @@ class SavedState:
             partial.mkdir()
         self.accelerator.wait_for_everyone()
         self.accelerator.save_state(str(partial))
-        if best.copies is not None and self.accelerator.is_main_process:
-            torch.save(best.copies, partial / BEST)
+        if best.copies is not None and (self.accelerator.is_main_process or self.accelerator.is_fsdp2):
+            torch.save(best.copies, partial / self.best_file)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             for file in partial.rglob("*"):

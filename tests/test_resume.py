@@ -201,6 +201,8 @@ def test_another_order_is_not_resumed(model: Path, tmp_path: Path, monkeypatch: 
         moepress.compress(model, tmp_path / "out", resume=True, **given)
     moepress.compress(model, tmp_path / "out", overwrite=True, **given)
     assert not list(tmp_path.glob(".out.*"))
+    with pytest.raises(MoepressError, match="nothing is left to do"):
+        moepress.compress(model, tmp_path / "out", resume=True, **given)
 
 
 def test_a_full_disk_is_one_sentence_and_what_is_finished_stays(

@@ -67,6 +67,11 @@ def job_folder(
     is done. Unlike that of `output_folder`, it stays if the job is interrupted after it has finished something, and
     `resume` goes on in it."""
     target = Path(os.path.realpath(path))
+    if resume and not overwrite and is_full(target) and not any(map(_has_finished, _left_behind(target))):
+        raise MoepressError(
+            f"{target} is there, and no interrupted run of it: nothing is left to do (`moepress verify` checks an "
+            "output, `moepress report` draws its page again)"
+        )
     refuse_output(target, overwrite, source)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -114,10 +119,14 @@ def refuse_output(path: AnyPath, overwrite: bool = False, source: AnyPath | None
             raise MoepressError(f"the output {target} contains the input folder {origin}: choose another folder")
     if target.exists() and not target.is_dir():
         raise MoepressError(f"the output {target} is a file: choose a folder")
-    if target.is_dir() and any(target.iterdir()) and not overwrite:
+    if is_full(target) and not overwrite:
         raise MoepressError(
             f"the output folder {target} is not empty: choose another one, or say --overwrite (overwrite=True)"
         )
+
+
+def is_full(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
 
 
 def is_disk_full(error: BaseException) -> bool:

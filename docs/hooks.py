@@ -29,11 +29,6 @@ def summary(cls: Any) -> str:
     return " ".join((cls.__doc__ or "").split())
 
 
-def paper(text: str) -> str:
-    """Addresses as links."""
-    return re.sub(r"(^|, )([^,]+), (https://[^,\s]+)", r"\1[\2](\3)", text)
-
-
 def shown(value: Any) -> str:
     if value is None or value is dataclasses.MISSING:
         return "–"
@@ -48,21 +43,23 @@ def shown(value: Any) -> str:
 
 def methods() -> str:
     from moepress.methods import METHODS
+    from moepress.registry import linked
 
     rows = []
     for name, cls in METHODS:
         form = "compact, redirect" if cls.defaults.get("router", "redirect") == "redirect" else "one row an expert"
-        rows.append([f"`{name}`", summary(cls), form, paper(cls.paper)])
+        rows.append([f"`{name}`", summary(cls), form, linked(cls.paper)])
     return table(["`--method`", "what it does", "router", "paper"], rows)
 
 
 def method_details() -> str:
     from moepress.methods import METHODS
+    from moepress.registry import linked
 
     parts = []
     for name, cls in METHODS:
         rows = [[f"`{key}`", shown(cls.defaults.get(key))] for key in sorted(cls.uses)]
-        parts += [f"### {name}", summary(cls) + f"\n\nPaper: {paper(cls.paper)}.", table(["entry", "default"], rows)]
+        parts += [f"### {name}", summary(cls) + f"\n\nPaper: {linked(cls.paper)}.", table(["entry", "default"], rows)]
         for preset, entries in cls.presets.items():
             said = ", ".join(f"`{key}: {json.dumps(value)}`" for key, value in entries.items())
             parts.append(f"`--preset {preset}`: {said}")
@@ -71,6 +68,7 @@ def method_details() -> str:
 
 def components() -> str:
     from moepress.recipe import PLACES
+    from moepress.registry import linked
 
     parts = []
     for place, registry in PLACES.items():
@@ -82,7 +80,7 @@ def components() -> str:
                 else {}
             )
             parameters = ", ".join(f"`{field}={default!r}`" for field, default in own.items())
-            rows.append([f"`{name}`", summary(cls), parameters or "–", paper(getattr(cls, "paper", "")) or "–"])
+            rows.append([f"`{name}`", summary(cls), parameters or "–", linked(getattr(cls, "paper", "")) or "–"])
         parts += [f"### {place}", table(["name", "what it does", "parameters", "paper"], rows)]
     return "\n\n".join(parts)
 

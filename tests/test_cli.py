@@ -91,7 +91,7 @@ MISTAKES = {
     "no output": (["compress", MODEL, "--keep", "8", "--calibration", TEXT], "-o FOLDER"),
     "no size": (["compress", MODEL, "-o", "OUT", "--calibration", TEXT], "say how small"),
     "no text": (["compress", MODEL, "-o", "OUT", "--keep", "8"], "calibration text is missing"),
-    "zero": (["compress", MODEL, "-o", "OUT", "--keep", "0", "--calibration", TEXT], "keep must be positive"),
+    "zero": (["compress", MODEL, "-o", "OUT", "--keep", "0", "--calibration", TEXT], "keep: must be positive"),
     "too many": (["compress", MODEL, "-o", "OUT", "--keep", "17", "--calibration", TEXT], "more than the 16 experts"),
     "not a number": (["compress", MODEL, "-o", "OUT", "--keep", "many", "--calibration", TEXT], "--keep wants a count"),
     "below top-k": (
@@ -234,3 +234,32 @@ def test_demo(run, tmp_path):
     assert compact["bytes"] < 0.7 * original["bytes"] and vanilla["bytes"] < 0.7 * original["bytes"]
     assert original["perplexity"] < compact["perplexity"] < 3 * original["perplexity"]
     assert (tmp_path / "demo" / "demo.png").stat().st_size > 5000
+
+
+def test_a_dry_run_refuses_what_the_run_would(run, tmp_path):
+    given = ["compress", MODEL, "--keep", "8", "--calibration", TEXT, *FEW, "--dry-run"]
+    code, _, err = run(*given, "-o", tmp_path / "out", "--memory", "10MB")
+    assert code == 2 and "may use 10 MB" in err
+    code, _, err = run(*given, "-o", MODEL, "--overwrite")
+    assert code == 2 and "is the input folder" in err
+    code, text, _ = run(*given, "-o", tmp_path / "out", "--memory", "8GB", "--json")
+    assert code == 0 and 0 < json.loads(text)["memory"] <= 8e9 and not list(tmp_path.iterdir())
+
+
+def test_only_the_original_gets_into_the_records(run, tmp_path):
+    out, other = tmp_path / "out", tmp_path / "other"
+    assert run("compress", MODEL, "-o", out, "--method", "reap", "--keep", "8", "--calibration", TEXT, *FEW)[0] == 0
+    assert run("compress", MODEL, "-o", other, "--method", "reap", "--keep", "4", "--format", "vanilla",
+               "--calibration", TEXT, *FEW)[0] == 0  # fmt: skip
+    compare = ["evaluate", out, "--text", TEXT, "--samples", "2", "--length", "64", "--against"]
+    code, _, err = run(*compare, other)
+    assert code == 2 and "--no-record" in err and not (out / "moepress" / "evaluation.json").exists()
+    assert run(*compare, other, "--no-record")[0] == 0
+    code, text, _ = run(*compare, MODEL)
+    assert code == 0 and "Added to" in text
+
+
+def test_an_even_output_says_that_it_can_be_exported(run, tmp_path):
+    given = ["compress", MODEL, "--keep", "8", "--calibration", TEXT, *FEW]
+    assert "moepress export" in run(*given, "-o", tmp_path / "rows", "--method", "reap")[1]
+    assert "moepress export" not in run(*given, "-o", tmp_path / "map", "--method", "m-smoe")[1]

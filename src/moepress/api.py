@@ -156,7 +156,9 @@ def compress(
         statistics if isinstance(statistics, Statistics) or statistics is None else Statistics.load(statistics)
     )
     if not made.calibration.source and (needs_text(made) or not (saved_plan or saved_statistics or made.keeps_all)):
-        raise MoepressError("calibration text is missing: give calibration=FILE, a Hub dataset or a task")
+        raise MoepressError(
+            "calibration text is missing: give --calibration (calibration=) a file, a Hub dataset or a task"
+        )
     whole = isinstance(model, PreTrainedModel) or needs_whole(made, planner_of(made).needs)
     check_shared(made, whole or out is None, team)
     if out is None:
@@ -304,7 +306,7 @@ def export(
     each original expert in full again (exact, and as large as the original). Decomposed matrices are multiplied out,
     to the size of whole ones.
     """
-    with output_folder(out, overwrite=overwrite, source=model) as folder:
+    with output_folder(out, overwrite=overwrite, source=model) as folder, quiet():
         loaded = load_model(model)
         specs = compact_specs(loaded)
         if not specs:

@@ -15,12 +15,21 @@ from transformers import PreTrainedModel
 
 from moepress.align import Pair, match
 from moepress.api import open_source
-from moepress.budget import need
+from moepress.budget import need, within
 from moepress.checkpoint.paging import PagedWeights
 from moepress.checkpoint.sizes import human_size, predicted_sizes, sizes_of
 from moepress.data.batches import calibration_batches
 from moepress.decompose.options import shape_so_far
-from moepress.fit import average_experts, check_fit, check_gradients, check_smaller, needs_whole, skipped_layers
+from moepress.fit import (
+    average_experts,
+    bytes_from,
+    check_fit,
+    check_gradients,
+    check_smaller,
+    check_whole,
+    needs_whole,
+    skipped_layers,
+)
 from moepress.models.find import find_layers
 from moepress.models.inputs import ExpertInputs
 from moepress.models.layer import CompactSpec, MoELayer
@@ -63,10 +72,18 @@ class Estimate:
 
 
 def estimate(
-    model: str | os.PathLike[str], recipe: Recipe, *, trust_remote_code: bool = False, revision: str | None = None
+    model: str | os.PathLike[str],
+    recipe: Recipe,
+    memory: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
 ) -> Estimate:
+    """What would come out, or the refusal that `compress` would begin with. `memory` is what it may take."""
     planner = planner_of(recipe)
-    paged = not needs_whole(recipe, planner.needs)
+    paged, budget = not needs_whole(recipe, planner.needs), bytes_from(memory)
+    if not paged:
+        check_whole(False, budget is not None, False)
     loaded, tokenizer, _ = open_source(model, None, None, trust_remote_code, revision, paged=paged)
     layers = find_layers(loaded)
     check_fit(recipe, layers)
@@ -107,15 +124,25 @@ def estimate(
         after.parameters,
         sum(counts[layer.name] for layer in layers if layer.name not in skipped) / (len(layers) - len(skipped)),
         seconds,
-        _memory(loaded, layers, recipe, batches),
+        _memory(loaded, layers, recipe, batches, budget),
     )
 
 
-def _memory(model: PreTrainedModel, layers: list[MoELayer], recipe: Recipe, batches: list[CalibrationBatch]) -> int:
+def _memory(
+    model: PreTrainedModel,
+    layers: list[MoELayer],
+    recipe: Recipe,
+    batches: list[CalibrationBatch],
+    budget: int | None,
+) -> int:
     """At its peak: of a model that is read layer by layer, or of one that is in memory as a whole, with gradients."""
     weights = layers[0].weights
     if isinstance(weights, PagedWeights):
-        return need(recipe, layers, weights, batches or None).total
+        found = need(recipe, layers, weights, batches or None)
+        if budget is not None:
+            within(budget, recipe, found, layers)
+            return min(found.total, budget)
+        return found.total
     tokens = sum(int(keep.numel()) for batch in batches for keep in batch.keep.values())
     carried = tokens * layers[0].bank.up_EFD.shape[2] * 4 * CARRIED
     wide = calibration_dtype(recipe, weights.device) is not None and model.dtype.itemsize == 2

@@ -134,9 +134,9 @@ class Recipe(Section):
     @classmethod
     def _keep(cls, value: Any) -> Any:
         if isinstance(value, bool) or (isinstance(value, (int, float)) and value <= 0):
-            raise ValueError(f"keep must be positive, not {value}")
+            raise ValueError(f"must be positive, not {value}")
         if isinstance(value, float) and value > 1:
-            raise ValueError(f"keep with a decimal point is a fraction of the experts, so at most 1.0, not {value}")
+            raise ValueError(f"with a decimal point it is a fraction of the experts, so at most 1.0, not {value}")
         return value
 
     @model_validator(mode="after")

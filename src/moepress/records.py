@@ -11,8 +11,10 @@ from typing import Any
 from safetensors.torch import save_file
 
 from moepress.checkpoint.hub import hub_name
-from moepress.checkpoint.load import local_folder
+from moepress.checkpoint.load import load_skeleton, local_folder
 from moepress.checkpoint.manifest import write_manifest
+from moepress.checkpoint.sizes import sizes_of
+from moepress.errors import MoepressError
 from moepress.pipeline import Outcome
 from moepress.report import RECORDS, SIMILARITY, add_evaluation, clear, draw_report, records_beside, records_of
 from moepress.report.card import TRAINING, update_card, write_card
@@ -98,6 +100,22 @@ def records_in(source: AnyPath | None, compact: bool) -> Path | None:
 def write_report(out: AnyPath, every_layer: bool = False) -> Path:
     """Draw the report of an output again; `every_layer` draws layers too that the page leaves out. Returns the page."""
     return draw_report(records_of(out), every_layer)
+
+
+def check_original(out: AnyPath, against: AnyPath) -> None:
+    """What an output is compared with, for its records, must be as large as what it was made of."""
+    file = records_of(out) / SUMMARY
+    if not file.is_file():  # what was only trained has none
+        return
+    summary = json.loads(file.read_text())
+    original = load_skeleton(against)
+    there, here = sizes_of(original).parameters, summary["before"]["parameters"]
+    quantised = getattr(original.config, "quantization_config", None) is not None  # counted with scales, or without
+    if there != here and not quantised:
+        raise MoepressError(
+            f"{against} has {there:,} parameters, and {summary['model'] or 'the model'} that {out} was made of had "
+            f"{here:,}: compare with that, or say --no-record"
+        )
 
 
 def record_evaluation(out: AnyPath, score: dict[str, Any], **asked: Any) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -47,3 +48,8 @@ class Registry(Generic[T]):
 
     def __iter__(self) -> Iterator[tuple[str, type[T]]]:
         return iter(sorted(self._entries.items()))
+
+
+def linked(papers: str) -> str:
+    """The addresses in a component's `paper` as links of Markdown."""
+    return re.sub(r"((?:^|, )(?:and |after )*)([^,]+), (https://[^,\s]+)", r"\1[\2](\3)", papers)

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
 
 from moepress.cli.output import Json, print_json, print_table, quiet_if
 from moepress.errors import MoepressError
+
+if TYPE_CHECKING:
+    from moepress.pipeline import Outcome
 
 
 def compress(
@@ -60,6 +63,7 @@ def compress(
 ) -> None:
     """Make a model smaller."""
     from moepress import api
+    from moepress.checkpoint.folder import refuse_output
     from moepress.estimate import estimate
     from moepress.publishing import check_access
     from moepress.publishing import push as upload
@@ -89,7 +93,9 @@ def compress(
             return
         if dry_run:
             made = api.prepare_recipe(recipe, calibration, options)
-            predicted = estimate(model, made, trust_remote_code=trust_remote_code, revision=revision)
+            if out is not None:
+                refuse_output(out, overwrite, model)
+            predicted = estimate(model, made, memory, trust_remote_code=trust_remote_code, revision=revision)
             if as_json:
                 print_json(predicted.to_dict())
             else:
@@ -128,16 +134,25 @@ def compress(
         ["of these in experts", f"{result.before.expert_parameters:,}", f"{result.after.expert_parameters:,}"],
         ["weights", result.before.human(), result.after.human()],
     ]
-    took = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in result.outcome.seconds.items())
+    took = ", ".join(f"{stage} {s:.1f} s" for stage, s in result.outcome.seconds.items() if s >= 0.05)
     print_table(f"{model} → {out}", ["", "before", "after"], rows, took)
     for note in result.outcome.notes:
         typer.echo(note)
     typer.echo(f"Report: {result.page}")
     if result.outcome.recipe.format == "compact":
         typer.echo(f"Load it: import moepress; AutoModel….from_pretrained({str(out)!r})")
+        if is_even(result.outcome):
+            typer.echo(f"Without moepress: moepress export {out} -o FOLDER, which is no larger")
     if push is not None:
         with quiet_if(False):
             typer.echo(upload(out, push, private=private))
+
+
+def is_even(outcome: Outcome) -> bool:
+    """Whether a compact output has the same number of experts in every layer, one router row each."""
+    specs = outcome.specs.values()
+    whole = any(layer.name not in outcome.specs for layer in outcome.plan.layers)
+    return not whole and len({spec.physical for spec in specs}) == 1 and all(spec.router == "rows" for spec in specs)
 
 
 def given_options(named: dict[str, Any], assignments: list[str]) -> dict[str, Any]:

@@ -30,10 +30,13 @@ def evaluate(
 ) -> None:
     """Perplexity, KL to the original and agreement on text. The metrics of a task."""
     from moepress import api
-    from moepress.records import record_evaluation
+    from moepress.records import check_original, record_evaluation
     from moepress.report import has_records
 
     with quiet_if(as_json):
+        record = record and has_records(model)
+        if record and against is not None:
+            check_original(model, against)
         score = api.evaluate(
             model,
             against=against,
@@ -47,7 +50,7 @@ def evaluate(
             device=device,
         )
         page = None
-        if record and has_records(model):
+        if record:
             asked = {"against": against, "text": text, "task": task, "length": length, "split": split}
             asked["scoring"] = scoring
             if samples != "all":

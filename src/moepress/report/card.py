@@ -22,6 +22,7 @@ from moepress.checkpoint.load import TOKENIZER_FILES
 from moepress.checkpoint.manifest import CARD
 from moepress.checkpoint.quantizer import METHOD
 from moepress.methods import METHODS
+from moepress.registry import linked
 from moepress.report.numbers import change, human_size
 from moepress.report.records import RECORDS, SUMMARY, Records, read_records
 from moepress.report.report import evaluation_tables, lead_of
@@ -133,12 +134,12 @@ def _first_words(known: Records | None, trained: list[dict[str, Any]], base: Any
         if isinstance(base, str)
         else f"`{known.summary['model'] or 'a model in memory'}`"
     )
-    paper = METHODS.get(known.summary["method"]).paper if known.summary["method"] in METHODS.names() else ""
-    linked = re.sub(r"([^,]+), (https://[^,\s]+)", r"[\1](\2)", paper)
+    method = known.summary["method"]
+    papers = linked(METHODS.get(method).paper) if method in METHODS.names() else ""
     said = f"{name}, made smaller by `moepress` {known.summary['moepress']}. {lead_of(known)}"
     if known.summary.get("duplicated"):
         said += " Here each merged expert is written out once for each original one: exact, and no smaller."
-    return f"{said} The method is described in {linked}." if linked else said
+    return f"{said} The method: {papers}." if papers else said
 
 
 def _sizes(known: Records) -> list[str]:

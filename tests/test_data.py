@@ -79,7 +79,7 @@ def test_the_seed_decides(tmp_path, make):
 def test_too_little_text(tmp_path, make, word_tokenizer, config):
     path = write(tmp_path / "a.jsonl", [{"text": words(5, 6, 7)}, {"text": "w9"}])
     for pack in ("document", "window"):
-        with pytest.raises(MoepressError, match="holds 4 tokens in 2 documents; at least 8 are needed"):
+        with pytest.raises(MoepressError, match="holds 4 tokens \\(documents: 2\\); at least 8 are needed"):
             make(path, pack=pack)
     with pytest.raises(MoepressError, match="length 100 is more than the 64 positions"):
         make(path, length=100)

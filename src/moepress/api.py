@@ -157,7 +157,7 @@ def compress(
     )
     if not made.calibration.source and (needs_text(made) or not (saved_plan or saved_statistics or made.keeps_all)):
         raise MoepressError(
-            "calibration text is missing: give --calibration (calibration=) a file, a Hub dataset or a task"
+            "calibration text is missing: --calibration (calibration=) takes a file, a Hub dataset or a task"
         )
     whole = isinstance(model, PreTrainedModel) or needs_whole(made, planner_of(made).needs)
     check_shared(made, whole or out is None, team)

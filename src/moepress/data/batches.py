@@ -185,7 +185,7 @@ def _draw(
     if not samples or encoder.tokens_seen < options.length:
         # With less than one window most experts see nothing.
         raise MoepressError(
-            f"{source.location} holds {encoder.tokens_seen} tokens in {encoder.documents} documents; at least "
+            f"{source.location} holds {encoder.tokens_seen} tokens (documents: {encoder.documents}); at least "
             f"{options.length} are needed for one window of length {options.length}: give more text or a smaller length"
         )
     return samples

@@ -46,6 +46,8 @@ def figure(value: object) -> str:
 
 def took(seconds: float) -> str:
     """74 -> "1 min 14 s"."""
+    if seconds < 0.001:
+        return "0 s"
     if seconds < 100:
         return human_seconds(seconds)
     minutes, rest = divmod(round(seconds), 60)

@@ -314,7 +314,7 @@ def test_routing_without_some_experts_is_that_of_the_layer_without_them(name: st
         assert torch.allclose(dense(found, found.index_TK), dense(expected, kept[expected.index_TK]), atol=1e-5)
         some_N = torch.tensor([1, 4, 5])
         few = visit.narrowed(0, some_N)
-        assert (few is None) == (name in NOT_BY_TOKEN)
+        assert (few is None) == (name in NOT_BY_TOKEN or visit.layer.router.capacity is not None)
         if few is not None:  # some tokens alone are routed as they are among the others
             found, expected = few.routing_without(0, dropped), found.at(some_N)
             assert torch.allclose(dense(found, found.index_TK), dense(expected, expected.index_TK), atol=1e-5)
@@ -324,7 +324,8 @@ def test_routing_without_some_experts_is_that_of_the_layer_without_them(name: st
 
 
 NOT_BY_TOKEN = {"gemma4", "nllb_moe"}
-"""One block is not called with hidden states alone, and one has experts that are full after so many tokens."""
+"""Families whose blocks are not called with hidden states alone, or whose experts are full after so many tokens (in
+newer transformers Switch's are, too)."""
 
 
 def dense(routing: Routing, index_TK: Tensor) -> Tensor:

@@ -54,7 +54,8 @@ def test_costs_of_running(place: Path, tmp_path: Path, table: str, family: str) 
     assert merged["bytes"] < full["bytes"] and len(full["latency"]["seconds"]) == 2
     if family == "qwen3_moe":  # Switch drops tokens
         router, rotary = 2 * 32 * 8 * 24, 2 * 4 * 12  # its map is no module, and the angles are a product
-        assert full["flops"] == forward_flops(zoo.build(family), Batch(2, 12)) + 2 * router + rotary
+        counted = full["flops"] - forward_flops(zoo.build(family), Batch(2, 12)) - 2 * router
+        assert counted in (rotary, 0)  # in newer transformers they are no matrix product
         assert full["flops"] >= merged["flops"] > 0.5 * full["flops"]
     if table == "cost":
         assert data["rows"]["mc-smoe | 2"]["parameters"] < merged["parameters"]

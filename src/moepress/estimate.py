@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from moepress.align import Pair, match
 from moepress.api import open_source
-from moepress.budget import need, within
+from moepress.budget import need, tokens_of, within
 from moepress.checkpoint.paging import PagedWeights
 from moepress.checkpoint.sizes import human_size, predicted_sizes, sizes_of
 from moepress.data.batches import calibration_batches
@@ -27,6 +27,7 @@ from moepress.fit import (
     check_gradients,
     check_smaller,
     check_whole,
+    needs_gradients,
     needs_whole,
     skipped_layers,
 )
@@ -143,13 +144,14 @@ def _memory(
             within(budget, recipe, found, layers)
             return min(found.total, budget)
         return found.total
-    tokens = sum(int(keep.numel()) for batch in batches for keep in batch.keep.values())
-    carried = tokens * layers[0].bank.up_EFD.shape[2] * 4 * CARRIED
+    streams = 2 if recipe.component("refit.method").reference else 1
+    carried = sum(map(tokens_of, batches)) * layers[0].bank.up_EFD.shape[2] * 4 * CARRIED * streams
     wide = calibration_dtype(recipe, weights.device) is not None and model.dtype.itemsize == 2
-    stored, experts = sizes_of(model).bytes, sum(layer.expert_parameters for layer in layers)
-    # Gradients of the experts and their sums in float32; with a decomposition also S and its gradients.
-    gradients = (1 + (recipe.decomposition() is not None)) * 2 * 4 * experts
-    return stored * (2 if wide else 1) + carried + gradients
+    largest = 4 * max(layer.expert_parameters for layer in layers)
+    # Gradients of the experts and their sums in float32; with a decomposition, S and its gradients.
+    doubled = needs_gradients(recipe, planner_of(recipe).needs) + (recipe.decomposition() is not None)
+    gradients = doubled * 2 * 4 * sum(layer.expert_parameters for layer in layers)
+    return sizes_of(model).bytes * (2 if wide else 1) + carried + largest + gradients
 
 
 def _one_pass(model: PreTrainedModel, batches: list[CalibrationBatch], layers: list[MoELayer], recipe: Recipe) -> float:
